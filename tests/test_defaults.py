@@ -92,8 +92,7 @@ def differ(got: Results, want: Results) -> list[int]:
 
 
 def differing(group: weft.Group, names: list[str], device: str) -> dict[str, list[list[int]]]:
-    """Which results of each object differ under other defaults; then in inference mode, as in a
-    warm-up, and outside of it afterwards."""
+    """Return the results that differ under other defaults, and in and around inference mode."""
     found: dict[str, list[list[int]]] = {}
     for name in names:
         plain = MODES[name](group)

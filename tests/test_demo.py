@@ -77,7 +77,7 @@ def test_the_command_names_what_joins_its_hosts(weft_command, monkeypatch, apart
 
 
 def test_sentences_are_written_as_transformers_writes_them():
-    """And by no argument that the installed transformers warns of."""
+    """And without arguments that the installed transformers warns of."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo.CHECKPOINT, local_files_only=True)
     sentences = demo_kill._Sentences(
         tokenizer, [each.prompt for each in ASKED[:3]], demo.load_model()

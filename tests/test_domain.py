@@ -88,7 +88,7 @@ def test_every_way_with_more_than_one_word_of_ranks(group: weft.Group) -> None:
 @pytest.mark.slow
 @on_ranks(RANKS, "cpu", dies=[VICTIM])
 def test_72_ranks_and_a_death_among_them(group: weft.Group) -> None:
-    """All others name the dead rank, agree on it, and go on."""
+    """All others name the dead rank, agree on it, and continue."""
     with ExitStack() as stack:
         domain = Domain(group, stack, ways=("push",), modes=MODES[1:])
         whole = list(range(RANKS))

@@ -24,7 +24,7 @@ CALLS = [
 
 @pytest.mark.parametrize(("kind", "call"), CALLS)
 def test_every_misspelt_keyword_gets_a_suggestion(kind: str, call: Any) -> None:
-    """With the name that was meant, before any argument is looked at."""
+    """The suggestion comes before any argument is checked."""
     parameters = inspect.signature(call).parameters
     names = [name for name in parameters if name[0] != "_" and name != "self"]
     required: dict[str, Any] = dict.fromkeys(
@@ -47,7 +47,7 @@ def test_every_misspelt_keyword_gets_a_suggestion(kind: str, call: Any) -> None:
 
 
 def test_the_intended_name_is_suggested() -> None:
-    """The class, the keyword, the nearest name and all names; a missing one likewise."""
+    """The error has the class, the keyword, the nearest name and all names."""
     with pytest.raises(
         TypeError,
         match=r"AllReduce\(\) has no argument max_token: did you mean "
@@ -61,7 +61,7 @@ def test_the_intended_name_is_suggested() -> None:
 
 
 def test_a_lease_names_the_option_of_its_operator() -> None:
-    """Options of a lease are the operator's."""
+    """A lease takes the options of its operator."""
 
     def body(group: weft.Group) -> None:
         with pytest.raises(
@@ -73,7 +73,7 @@ def test_a_lease_names_the_option_of_its_operator() -> None:
 
 
 def test_a_type_error_from_within_is_not_touched() -> None:
-    """Only the arguments of the call itself are explained."""
+    """Only errors about the arguments of the call itself are explained."""
 
     def broken(local: Any) -> Any:
         raise TypeError("of a caller's function")

@@ -90,7 +90,7 @@ def fail(self: weft.Group, member: Any) -> None:
 @pytest.mark.parametrize("name", ["AllToAll pull", "LowLatency", "AllReduce oneshot"])
 @on_ranks(2, "cpu")
 def test_a_failed_constructor_keeps_nothing(group: weft.Group, name: str) -> None:
-    """Rank 1 fails when its heap is there already."""
+    """Rank 1 fails after its heap was made."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -83,7 +83,7 @@ def write_lines(file, level, set_up, level_of_line):
     ids=["nothing", "root", "root of errors", "file", "unasked"],
 )
 def test_a_line_is_written_to_the_terminal_once(tmp_path, level, set_up, lines):
-    """SGLang sets up the root logger after weft is imported; a log file has the line as well."""
+    """SGLang configures the root logger after weft is imported; a log file has the line as well."""
     if set_up is not None and "filename" in set_up:
         set_up = {"filename": str(tmp_path / "own")}
     file = tmp_path / "out"

@@ -64,7 +64,7 @@ def test_eight_ranks(ranks, kind, differ):
 
 @on_ranks(2)
 def test_rows_of_zeros_and_tiny_ones_have_the_smallest_scale_of_a_row(group):
-    """448 of it is 2^-9: without it, zeros would be divided by a scale of 0."""
+    """The smallest scale is 2^-9 / 448, so that no row is divided by 0."""
     with make(group, 3, Sum(0, 128)) as ar:
         x = torch.zeros(3, 128, dtype=torch.bfloat16, device=group.device)
         x[1], x[2] = 2.0**-20, 2.0**-12
@@ -126,7 +126,7 @@ def test_epochs_wrap(group, first_epoch):
 
 @on_ranks(4)
 def test_a_row_of_a_batch_is_the_row_alone(group):
-    """Row i of a batch is the row alone: nothing depends on the batch."""
+    """The result of a row does not depend on the batch."""
     case = Sum(13, 640)
     with make(group, 13, case) as ar:
         x, (residual, weight) = case.rows(group.rank, group.device), case.shared(group.device)
@@ -150,7 +150,7 @@ def test_a_row_of_a_batch_is_the_row_alone(group):
 @pytest.mark.parametrize("differ", [False, True])
 @on_ranks(3)
 def test_any_subset_of_outputs_also_in_place(group, differ):
-    """Outputs that nobody asked for are not made; inputs may be overwritten in place."""
+    """Only requested outputs are written; inputs may be overwritten in place."""
     case = Sum(5, 256, differ=differ)
     xs = [case.rows(rank, group.device) for rank in range(group.size)]
     residual, weight = case.shared(group.device, group.rank)

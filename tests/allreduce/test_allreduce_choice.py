@@ -73,7 +73,7 @@ def test_an_all_reduce_explains_its_choice(ranks):
 
 @on_ranks(2, [THREADS])
 def test_oneshot_alone_refuses_more_tokens_than_slots(group):
-    """One shot has no slots for these rows: storing them all the same would hit other slots."""
+    """One shot has no slots for these rows, and storing them would overwrite other slots."""
     rows = torch.ones((550, HIDDEN), dtype=torch.bfloat16)
     sizes: dict[str, Any] = {"max_tokens": 550, "hidden": HIDDEN}
     with weft.AllReduce(group, **sizes, backends=("oneshot",)) as reduce:

@@ -52,7 +52,7 @@ def test_zeros_keep_their_sign_and_nans_are_canonical():
 
 
 def test_powers_of_two_equal_flashinfers():
-    """amax / 448, at least 1e-10, rounded up to a power of two; it multiplies by 1 / 448."""
+    """The scale is amax / 448, at least 1e-10, rounded up to a power of two."""
     generator = torch.Generator().manual_seed(4)
     norm = torch.randn((64, 1024), generator=generator).double()
     norm *= 2.0 ** torch.randint(-50, 100, (64, 1), generator=generator)
@@ -72,8 +72,7 @@ def test_powers_of_two_equal_flashinfers():
 
 
 def test_one_scale_for_a_row():
-    """The equation of flashinfer.comm and of its own tests, with what torch makes on GPUs of a
-    division by a number: a product with its reciprocal."""
+    """The equation of flashinfer.comm; torch on GPUs multiplies by a constant's reciprocal."""
     norm = torch.randn(64, 512, generator=torch.Generator().manual_seed(5)).bfloat16()
     norm[1] = 0
     norm[2, 5], norm[3, 6] = float("inf"), float("nan")

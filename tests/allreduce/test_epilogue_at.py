@@ -18,7 +18,7 @@ from weft.errors import GeometryMismatch
 
 @on_ranks(3)
 def test_equal_inputs_have_the_same_bits_at_the_owner(group):
-    """Where all ranks bring the same, both places of the epilogue give the same bits."""
+    """With equal inputs on all ranks, both places of the epilogue give the same bits."""
     case = Sum(7, 384, special=True)
     with make(group, 7, case) as owner, make(group, 7, case, epilogue_at="receiver") as receiver:
         for quant in quants(group.device, case.hidden):

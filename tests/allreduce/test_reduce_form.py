@@ -111,7 +111,7 @@ def test_a_call_of_a_checked_form_has_the_bits_of_the_reference(ranks, kind):
 
 @on_ranks(3)
 def test_omitted_outputs_are_newly_allocated(group):
-    """Outputs that were not given are new in every call; a prologue's tensors are those passed."""
+    """Omitted outputs are new in every call, and a prologue's tensors are the passed ones."""
     with make(group, 8, CASE) as ar:
         watch = Watch(ar)
         kept: list[tuple[weft.Reduced, weft.Reduced]] = []
@@ -208,7 +208,7 @@ def test_calls_similar_to_a_checked_one_are_refused(group):
 
 @on_ranks(2, [THREADS])
 def test_overlaps_are_checked_in_every_call(group):
-    """One form, whose outputs wander over its inputs: only exactly on x or residual is allowed."""
+    """Outputs of one form move over the inputs: only exact aliases of x and residual are valid."""
     with make(group, 8, CASE) as ar:
         watch, weight = Watch(ar), torch.ones(256, dtype=BF16)
         pool = torch.zeros((40, 256), dtype=BF16)

@@ -66,7 +66,7 @@ def entries(monkeypatch):
 
 @pytest.mark.parametrize("end", ["", MOE])
 def test_clusters_that_do_not_fit_use_a_resident_grid(entries, monkeypatch, end):
-    """One CTA an SM: waves hold 66 rows of two CTAs at once, and a grid that stays 132 of one."""
+    """With one CTA per SM, a wave holds 66 rows of two CTAs, and a resident grid 132 of one."""
     monkeypatch.setattr(Module, "resident_clusters", lambda *asked: 132 // asked[-1])
     for hidden in (4096, 7168):
         two = ReduceConfig.from_args(ranks=2, max_tokens=512, hidden=hidden, dtype=torch.bfloat16)

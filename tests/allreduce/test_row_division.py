@@ -46,7 +46,7 @@ def e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_pair_of_bfloat16_significands(library):
-    """amax of every significand in three sizes, and x of every one down to 2^-20 of it."""
+    """Test amax of every significand in three sizes, and every x down to 2^-20 of it."""
     significands = 1 + torch.arange(128) / 128
     for power in (-30, -8, 0, 100):
         amax = (significands * 2.0**power).float()

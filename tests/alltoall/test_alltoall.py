@@ -126,7 +126,7 @@ def test_other_group_sizes(ranks, kind, count):
 )
 @on_ranks(3, [*ANY, EMULATED])
 def test_rows_of_a_larger_round_do_not_leak_into_a_smaller_one(group, options):
-    """Other `rows` move every slot."""
+    """A different `rows` moves every slot."""
     case = Round(tokens=(12, 3, 7), hidden=128, options=options)
     with case.open(group, 12) as a2a:
         for seed, rows in enumerate((None, 12, 5, 1, 2, 5, 12, 1, 7, None, 3)):
@@ -196,7 +196,7 @@ NANS = {torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF, torch.float32: 0x7FFFFFFF
 @pytest.mark.parametrize("dtype", NANS)
 @on_ranks(1)
 def test_every_value_is_rounded_to_nearest_even(group, dtype):
-    """All bit patterns of the half types, and as many of fp32, plus each other."""
+    """Test all bit patterns of the half types, and as many of fp32, plus each other."""
     words = torch.int32 if dtype == torch.float32 else torch.int16
     generator = torch.Generator().manual_seed(3)
     span = 2**31 if words == torch.int32 else 2**15

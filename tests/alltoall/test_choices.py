@@ -15,7 +15,7 @@ from weft.grouping.operator import ExpertGroups
 
 @on_ranks(2)
 def test_addresses(group):
-    """Check what is refused where choices return one by one, and what an address is."""
+    """Check refusals and addresses with combine="gemm_push"."""
     case = Round(tokens=(4, 9), hidden=256, top_k=3)
     x, ids, weights, _ = case.of(group.rank, group.device)
     y_shape = (group.size, 16, case.hidden)

@@ -222,7 +222,7 @@ def while_others_compile(group: weft.Group) -> None:
 @pytest.mark.timeout(600)
 @on_ranks(1, [CPU], timeout=550.0)
 def test_refusals_and_mixtures(group):
-    """A group of one: what is refused, and in which words, is no matter of peers."""
+    """A group of one rank suffices, because refusals do not depend on peers."""
     split_phase(group)
     handed_over(group)
     closed(group)
@@ -277,7 +277,7 @@ def test_calls_keep_their_order_and_their_numbers(group):
 
 @on_ranks(2, [THREADS])
 def test_objects_share_an_order_and_die_alone(group):
-    """Calls of different objects share one order, and none is kept alive by its number."""
+    """Calls of different objects share one order, and a handle keeps no object alive."""
     with weft.AllReduce(group, max_tokens=8, hidden=256) as ar:
         a2a = weft.AllToAll(group, **SIZES)
         low = weft.LowLatencyAllToAll(group, **SIZES)

@@ -135,7 +135,7 @@ CHOICES = (
 @pytest.mark.parametrize("case", CHOICES, ids=lambda case: f"top {case.top_k} of {case.experts}")
 @on_ranks(RANKS, [EMULATED])
 def test_gemm_push_has_the_bits_of_push(group, case):
-    """Rows that each choice's expert stores at its owner, beside rows that are summed there."""
+    """Compare rows that experts store at their owners with rows that are summed at the source."""
     with (
         case.open(group, 8, combine="gemm_push", split_phase=True) as a2a,
         case.open(group, 8, split_phase=True) as other,

@@ -165,7 +165,7 @@ def test_reports_of_repeated_ids_are_true(ranks, kind):
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
 @on_ranks(2)
 def test_wild_counts_of_layers_change_nothing_else(group, mode):
-    """Counts on the device that no batch has; a router's ids are its own, whatever the logits."""
+    """Invalid counts on the device are clamped; ids of a router are always valid."""
     config = weft.MoEConfig(HIDDEN, 64, Routing(EXPERTS, TOP_K))
     device = group.device
 

@@ -44,7 +44,7 @@ def test_results_are_views_of_symmetric_memory(group):
 @pytest.mark.parametrize("way", ["pull", "push", "fp8", "choices"])
 @on_ranks(3)
 def test_grouping(group, way):
-    """Rows by expert, and the way back, where slots lie closer than max_tokens."""
+    """Group rows and return them with fewer slots than max_tokens per source."""
     case = Round(tokens=(5, 0, 3), hidden=128, options=combining(way))
     x, ids, weights, _ = case.of(group.rank, group.device)
     outs = []

@@ -61,7 +61,7 @@ def test_dispatch_quantises_bit_by_bit(group, quantize):
 
 @pytest.mark.parametrize("kind", ["fp8", "mxfp8"])
 def test_errors_are_bounded(kind):
-    """|x - q s| <= 2^-4 |x| for normal numbers of a block, and half a subnormal step below them."""
+    """|x - q s| <= 2^-4 |x| for normal values of a block, and half a subnormal step otherwise."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((64, 1024), generator=generator) * torch.logspace(-30, 30, 64)[:, None]
     q, scales = weft.reference.quantize(x, kind)

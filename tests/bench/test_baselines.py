@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other libraries beside ours: found or not, right or not; and the adapters, which here meet
-weft.compat's version of the other libraries' calls. What the libraries themselves do, only a
-machine that has them shows: each is checked there before it is timed.
+"""Other libraries as baselines: present or not, correct or not, and their adapters.
+
+The adapters run with weft.compat's version of the libraries' calls. On a machine that has the
+libraries, each is checked before it is timed.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ BOTH = pytest.mark.parametrize("engine", ["sglang", "vllm"])
 
 @BOTH
 def test_a_wrong_command_is_refused(measure, engine, tmp_path):
-    """Before anything has started."""
+    """The command is refused before anything has started."""
     code, out, _ = measure("sing")
     assert (code, "run.sh " in out) == (2, True)
     pack = BENCHMARKS / engine / "pack" / f"pack_{engine}.sh"
@@ -36,7 +36,7 @@ def test_a_wrong_command_is_refused(measure, engine, tmp_path):
 
 @BOTH
 def test_commands_and_variants(engine, script):
-    """Each command is a script that imports; each variant's settings are some of the plug-in's."""
+    """Each command is an importable script; each variant's settings are valid for the plug-in."""
     text = (BENCHMARKS / engine / "run.sh").read_text()
     inside = text[text.index("scripts=(") : text.index(")\n", text.index("scripts=("))]
     names = {word.split("]=")[1] for word in inside.split() if "]=" in word}

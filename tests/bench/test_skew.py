@@ -18,8 +18,10 @@ from weft.runtime.timeline import Span
 def rounds_of(
     skews: list[int], *, seed: int = 0, rounds: int = 32, least: int = 800, tick: int = 1
 ) -> list[list[Span]]:
-    """Spans of ranks whose clocks show true time plus `skews`, in steps of `tick` ns; flags take
-    `least` ns and now and then much more."""
+    """Return spans of ranks whose clocks show true time plus `skews`, in steps of `tick` ns.
+
+    Flags take `least` ns, and sometimes much more.
+    """
     chance = random.Random(seed)
     ranks: list[list[Span]] = [[] for _ in skews]
     now = 10_000_000_000

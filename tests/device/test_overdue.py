@@ -31,7 +31,7 @@ def test_an_idle_peer_is_overdue_at_the_deadline(epoch, deadline):
 
 @pytest.mark.parametrize(("epoch", "deadline"), [(FIRST, 8000), (LATER, 1000)])
 def test_a_wait_for_this_rank_itself_gets_a_quarter_more(epoch, deadline):
-    """Another wait of this rank holds it up: that one ends first, and names who is to blame."""
+    """Another wait of this rank delays it: that one ends first, and names the culprit."""
     assert not is_overdue(1, 1, epoch, deadline + 1)
     assert not is_overdue(1, 1, epoch, deadline * 5 // 4)
     assert is_overdue(1, 1, epoch, deadline * 5 // 4 + 1)

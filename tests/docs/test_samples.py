@@ -65,7 +65,7 @@ def test_every_example_is_run():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name):
-    """Each checks its own result."""
+    """Each example checks its own result."""
     if name == "checkpoint_layer.py":
         pytest.importorskip("safetensors")
     launcher = TORCHRUN if name in ("torchrun_layer.py", "two_hosts.py") else []

@@ -300,7 +300,7 @@ def test_all_rows_of_a_token_are_loaded_before_the_first_is_used(combine: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_ordering_litmus_compiles(arch: str) -> None:
-    """To the layout that its Python side expects (tests/gpu/test_ordering.py)."""
+    """The layout is the one that its Python side expects (tests/gpu/test_ordering.py)."""
     cubin = compile_litmus(arch)
     share_bytes, ctas, threads, noise_ctas, noise_threads = numbers_of(cubin, b"sizes")
     assert share_bytes >= ctas * 14336 + (64 << 20)

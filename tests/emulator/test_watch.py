@@ -124,5 +124,5 @@ def test_an_unordered_message_is_a_race(library: ctypes.CDLL, name: str) -> None
 
 
 def test_rows_stored_before_an_acknowledgement_are_a_race(library: ctypes.CDLL) -> None:
-    """Nothing here shows rank 0 that its rows were read, so it may not store the next ones."""
+    """Nothing shows rank 0 that its rows were read, so it may not store the next ones."""
     assert "which read it" in race_of(library, "right", rounds=2)

@@ -135,8 +135,9 @@ def shape_of(case: Case, block_m: int, epilogue: str, **more: Any) -> GemmShape:
 
 
 def every_exponent(device: str = "cpu") -> Made:
-    """MXFP4 whose row r multiplies the blocks of exponent r of its weights' rows alone, down to
-    2^-14.
+    """Return MXFP4 operands in which row r multiplies only the weights' blocks of exponent r.
+
+    Exponents go down to 2^-14.
     """
     case, seed = EXPONENTS, torch.Generator().manual_seed(5)
     made = case.make()

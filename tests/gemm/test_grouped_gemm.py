@@ -170,7 +170,7 @@ def test_layouts(device: str, name: str, dtype: torch.dtype):
 
 @by_kernel
 def test_quantising_has_the_bits_of_the_reference(device: str):
-    """Integers and alpha 0 make everything before it exact."""
+    """With integers and alpha 0 all earlier steps are exact."""
     dtype = HALF if INTERPRETED else BF16
     made = make(Case(counts=(150 if device == "cuda" else 16,), n=512, dtype=dtype), device)
     made.a.copy_(torch.randint(-3, 4, made.a.shape))
@@ -251,7 +251,7 @@ def test_quantised_gating_has_the_bits_of_the_quantiser() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("aborted", [0, 1])
 def test_rows_with_flag_in_data_have_no_sentinel(dtype: torch.dtype, aborted: int) -> None:
-    """A NaN with all bits set loses its sign; with the abort flag set, nothing is stored."""
+    """A NaN of all ones loses its sign bit; with the abort flag set, nothing is stored."""
     made = Case(counts=(3, 2), dtype=BF16, n=256).make()
     case, live = made.case, made.case.live()
     made.a.view(torch.int16)[live.nonzero()[0]] = -1  # a NaN of all ones
@@ -298,7 +298,7 @@ def test_no_experts_or_rows_give_empty_results(device: str, masked: bool):
 
 @pytest.mark.gpu
 def test_a_rows_bits_do_not_depend_on_its_neighbours():
-    """The same rows, alone and among others, in every kind of tile."""
+    """Compare the same rows, alone and among others, in every kind of tile."""
     many = Case(counts=(130,), n=512, k=1024).make("cuda")
     whole = many.call().numbers
     for count in (1, 33, 100):

@@ -265,7 +265,7 @@ def test_integers_are_exact(hopper: Hopper, name: str):
 @given(data=st.data())
 @in_emulator
 def test_any_counts(hopper: Hopper, name: str, data: st.DataObject):
-    """Borders of tiles are where the counts are drawn from, too."""
+    """Counts are also drawn from the borders of tiles."""
     edges = [0, 1, 15, 16, 17, 33, 63, 64, 65, 127, 128, 129, 160, 161, 256, 257, 320, 321, 544]
     size = len(CASES[name].counts)
     drawn = st.lists(st.sampled_from(edges) | st.integers(0, 300), min_size=size, max_size=size)
@@ -278,7 +278,7 @@ def test_any_counts(hopper: Hopper, name: str, data: st.DataObject):
 @pytest.mark.parametrize("k", PAIRED_KS)
 @on_each
 def test_two_k_blocks_in_a_stage_change_no_bit(hopper: Hopper, k: int):
-    """Each is added with one fma, in order, as where it has a stage to itself."""
+    """Each block is added with one fma, in order, as with a stage of its own."""
     made, epilogue = replace(PAIRED, k=k).make(hopper.device), GatedQuant()
     alone = made.call(epilogue, WgmmaPlan(64))
     for seed in range(4):
@@ -294,7 +294,7 @@ def test_two_k_blocks_in_a_stage_change_no_bit(hopper: Hopper, k: int):
 def test_weights_may_be_loaded_before_the_previous_kernel_ends(
     hopper: Hopper, name: str, epilogue: str
 ):
-    """Rows, scales and dst_addr hold NaN until that end, which comes at any time."""
+    """Rows, scales and dst_addr are NaN until the previous kernel ends, at any time."""
     made, (how, _) = CASES[name].make(), epilogue_for(CASES[name], epilogue)
     for rows in block_ms(name, hopper.device):
         plain = made.call(how, WgmmaPlan(rows))
@@ -308,7 +308,7 @@ def test_weights_may_be_loaded_before_the_previous_kernel_ends(
 @pytest.mark.parametrize("name", PUSHED)
 @on_each
 def test_no_order_and_no_number_of_sms_changes_a_bit(hopper: Hopper, name: str, epilogue: str):
-    """One cluster computes low and high tiles in turn, or several share them."""
+    """One cluster computes all tiles in turn, or several share them."""
     made, (how, _) = CASES[name].make(hopper.device), epilogue_for(CASES[name], epilogue)
     tile = WgmmaPlan(TILES[name][-1])
     first = made.call(how, tile)
@@ -336,7 +336,7 @@ def test_rows_are_pushed_to_dst_addr_or_nowhere(hopper: Hopper, name: str):
 @pytest.mark.parametrize("name", PUSHED)
 @in_emulator
 def test_no_word_of_a_row_with_flag_in_data_is_the_sentinel(hopper: Hopper, name: str):
-    """A NaN of the result is not a word of all ones, that the owner polls for."""
+    """A NaN of the result is never a word of all ones, for which the owner polls."""
     case, tile = CASES[name], WgmmaPlan(TILES[name][1])
     made = case.make()
     made.a.view(torch.uint8 if case.fp8_rows else torch.int16)[case.live().nonzero()[0]] = (

@@ -81,7 +81,7 @@ def test_every_shape_compiles_into_registers_and_shared_memory(epilogue: str, bl
 
 @pytest.mark.parametrize(("epilogue", "block_m"), heights_of(MXFP4_BLOCK_MS))
 def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int):
-    """They go from shared memory to wgmma's registers, and one copy brings each unit."""
+    """Weights go from shared memory to wgmma's registers, and one copy loads each unit."""
     cubin, log = compiled(mxfp4_shape(epilogue, block_m))
     (shared,) = numbers_of(cubin, SHARED.encode())
     ctas = WgmmaPlan(block_m).ctas_per_sm("mxfp4")
@@ -106,7 +106,7 @@ def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int):
 @pytest.mark.parametrize("block_m", [32, 160, 256])
 @pytest.mark.parametrize("epilogue", ["store", "push", "gated", "situ"])
 def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(epilogue: str, block_m: int):
-    """Nothing spills, and no sum leaves the tensor cores' registers before a tile's end."""
+    """Nothing spills, and sums stay in the tensor cores' registers until a tile's end."""
     operand, type_ = ("fp16", "") if block_m == 160 else ("bf16", "BF16")
     cubin, log = compiled(shape_16bit(epilogue, block_m, operand))
     (shared,) = numbers_of(cubin, SHARED.encode())
@@ -143,8 +143,10 @@ def test_shared_memory_suffices_for_any_number_of_experts(shape: GemmShape):
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_its_code_is_tensor_cores_and_whole_vectors(epilogue: str):
-    """Every N of wgmma is there, rows leave by 16 bytes, no fence stands in a loop. Nothing is
-    called: beside a call warps yield at the head of every loop."""
+    """The code has every N of wgmma, stores 16 bytes at a time, and has no fence in a loop.
+
+    Nothing is called: with a call in the kernel, warps yield at the head of every loop.
+    """
     code = disassemble(compiled(fp8_shape(epilogue, 128))[0])
     assert not re.search(r"\bCALL\b", code)
     shapes = {int(n) for n in re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3", code)}

@@ -33,7 +33,7 @@ def on_hopper() -> None:
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp4, masked", "mxfp4, heights", "mxfp4, deep"])
 def test_bits_of_mxfp4_are_those_of_fp8_weights(name: str):
-    """Sums of the same numbers in the same order; the power of a column commutes with rounding."""
+    """Sums of the same values in the same order; a column's power of two commutes with rounding."""
     case = replace((CASES | LARGE)[name], bias=False)
     made = case.make("cuda")
     factor = made.given["b_scale"]
@@ -53,7 +53,7 @@ def test_bits_of_mxfp4_are_those_of_fp8_weights(name: str):
 )
 @pytest.mark.parametrize("dtype", [FP8, MXFP4])
 def test_graphs_replay_with_other_counts(dtype: torch.dtype, programmatic: bool, prefetch: bool):
-    """Both GEMMs one after the other, as a layer has them; counts change between replays."""
+    """Run both GEMMs in turn, as a layer does; counts change between replays."""
     up = Case(dtype, counts=(70, 130, 1), n=1024, k=512, align=1, slack=0).make("cuda")
     rows, wide = up.case.rows, torch.randn(3, 512, 512, device="cuda")
     down, down_scale = wide.to(FP8), torch.rand(3, 4, 4, device="cuda")
@@ -86,7 +86,7 @@ def test_graphs_replay_with_other_counts(dtype: torch.dtype, programmatic: bool,
 
 
 def test_weights_come_early_and_rows_do_not():
-    """A chain of GEMMs in which each one's rows are what the previous one stores at its end."""
+    """In a chain of GEMMs, each one's rows are what the previous one stores last."""
     experts, size = 3, 512
     rows = torch.randn(400, size, device="cuda").bfloat16()
     weights = torch.randn(experts, size, size, device="cuda").bfloat16() * size**-0.5
@@ -109,7 +109,7 @@ def test_weights_come_early_and_rows_do_not():
 
 
 def test_counts_are_read_as_the_kernel_before_the_last_left_them():
-    """In each round of a graph the counts change, then a GEMM runs, then one that prefetches."""
+    """In each round of a graph the counts change, then a GEMM runs, then a prefetching one."""
     experts, size, rounds = 3, 512, 20
     rows = torch.randn(400, size, device="cuda").bfloat16()
     weights = torch.randn(experts, size, size, device="cuda").bfloat16() * size**-0.5

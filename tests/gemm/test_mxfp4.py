@@ -32,7 +32,7 @@ def codes(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("k", [32, 128, 288])
 def test_packing_loses_nothing(k: int):
-    """Every byte with every exponent a row may span, also where k ends within a unit."""
+    """Test every byte with every exponent in a row's range, also where k ends within a unit."""
     seed = torch.Generator().manual_seed(2)
     values, scales = codes(2, 256, k // 2), spread_scales(2, 256, k, seed, 14)
     b, b_scale = pack_mxfp4(values, scales.view(torch.float8_e8m0fnu))
@@ -60,7 +60,7 @@ def test_every_value_of_a_unit_is_an_e4m3_value():
 
 @pytest.mark.parametrize(("low", "high"), [(0, 0), (0, 14), (240, 254), (254, 254), (1, 9)])
 def test_extreme_scales_are_exact(low: int, high: int):
-    """The factor of a row stays a normal number; what float32 does not hold is not asked for."""
+    """A row's factor stays a normal float32."""
     values = codes(1, 128, 32) & 0x11  # at most 0.5
     scales = torch.tensor([low, high]).repeat(1, 128, 1).byte()
     b, b_scale = pack_mxfp4(values, scales)
@@ -79,7 +79,7 @@ def test_scales_of_zeros_are_ignored():
 
 
 def test_rounding_is_to_nearest_even_of_the_ocp_rule():
-    """All halves between two numbers, both signs, and what lies above 6 after scaling."""
+    """Test all midpoints between two values, both signs, and values above 6 after scaling."""
     x = torch.zeros(1, 1, 64)
     halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 4.0])
     x[0, 0, :8], x[0, 0, 8:16], x[0, 0, 16] = halves, -halves, 7.9

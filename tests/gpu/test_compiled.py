@@ -59,7 +59,7 @@ def test_one_gpu(ranks, part):
 
 @on_ranks(2, [CUDA], timeout=850.0)
 def test_replays_run_without_the_host(group):
-    """Captured graphs run without the host: its count of rounds stands, the device's goes on."""
+    """The host's count of rounds is constant during replays; the device's increases."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
     x, ids, weights, _ = case.next(tokens=case.tokens[: group.size]).of(group.rank, group.device)
     sizes: dict[str, Any] = {"max_tokens": 8, "top_k": 3, "num_experts": 8, "hidden": 128}

@@ -139,7 +139,7 @@ def test_a_host_that_makes_no_call_is_an_error_in_time(ranks):
 
 
 def test_a_host_that_dies_ends_the_others(ranks):
-    """Only its ranks died: the others returned their errors."""
+    """Only the ranks of that host died; the others returned their errors."""
     with pytest.raises(RankFailed, match=rf"^rank \d of {GPUS} died: .*SIGKILL") as failed:
         ranks(GPUS, "cuda")(on_hosts, 2, loses_a_host, True, timeout=120.0)
     named = set(re.findall(r"rank (\d)", str(failed.value)))

@@ -169,7 +169,7 @@ def run_forked(body):
 @pytest.mark.parametrize("networks", [1, 2])
 @on_ranks(2, "cpu")
 def test_containers_of_one_host_meet_in_one_network(group, networks, tmp_path):
-    """They have host names, process ids, shared memory and mounts of their own."""
+    """The containers have their own host names, process ids, shared memory and mounts."""
 
     def alone():
         isolate(*(kind for kind in NEW if networks == 2 or kind != "net"))

@@ -195,7 +195,7 @@ def test_two_threads_of_one_rank_are_refused(ranks):
 
 @on_ranks(2, "cpu")
 def test_a_forked_child_leaves_the_group_alone(group):
-    """It may not speak for its parent, nor end its connections or the meeting by leaving."""
+    """A child may not act for its parent, nor end its connections or the meeting by exiting."""
     meeting = group.open_meeting()
     child = os.fork()
     if child == 0:
@@ -212,7 +212,7 @@ def test_a_forked_child_leaves_the_group_alone(group):
 
 @on_ranks(3, "cpu", dies=[1])
 def test_a_death_is_named_while_a_forked_child_lives(group):
-    """The child has its parent's sockets, which so do not end with rank 1."""
+    """The child has its parent's sockets, which therefore stay open when rank 1 dies."""
     child = os.fork() if group.rank == 1 else None
     if child == 0:
         time.sleep(60.0)
@@ -302,7 +302,7 @@ def test_a_rank_that_raises_sends_its_reason(group, culprit):
 @pytest.mark.parametrize("leaver", [0, 1])
 @on_ranks(3, "threads")
 def test_the_reason_waits_for_ranks_that_come_later(group, leaver):
-    """One rank waits in the barrier when another leaves, the last comes when sending fails."""
+    """One rank waits in the barrier when another leaves; the last one comes when sending fails."""
     group.barrier()
     if group.rank == leaver:
         with pytest.raises(ValueError, match="weights"), group:

@@ -72,7 +72,7 @@ def started(count: int):
 
 
 def test_no_death_is_reported_after_close() -> None:
-    """Of two peers that ended, one is heard, for its call closes; after that no process counts."""
+    """Of two peers that ended, one is reported; its callback closes, after which none is."""
     heard: queue.Queue[int] = queue.Queue()
     made = threading.Event()
 

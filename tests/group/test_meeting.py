@@ -107,7 +107,7 @@ def test_no_descriptor_is_left_by_success_or_failure():
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_is_killed_while_it_waits_ends_the_meeting(meeting, victim):
-    """For the ranks that are there, and for one that comes later."""
+    """The meeting ends for the present ranks, and for one that comes later."""
     place = Meeting.from_address(meeting.address)
     process = fork_server().Process(
         target=gather, args=(meeting if victim == 0 else place, victim, 4, LONG)
@@ -153,7 +153,7 @@ def with_peers(meeting, rank, reply, **options):
 
 @pytest.mark.parametrize("half", [False, True], ids=["nothing said", "half a hello"])
 def test_a_rank_that_dies_before_it_has_come_ends_the_meeting(meeting, half):
-    """Not the end of its connection: anybody's could end like that."""
+    """A closed connection alone does not, because strangers close theirs, too."""
     with known_process() as (process, reply), ThreadPoolExecutor(2) as pool:
         options = {"size": 3, "timeout": LONG}
         ranks = [
@@ -205,7 +205,7 @@ def test_peers_leave_no_descriptor():
 
 @pytest.mark.parametrize("ends", ["end", "close"])
 def test_the_process_that_started_the_ranks_can_end_the_meeting(meeting, ends):
-    """The reason reaches rank 0, a rank that it has let in, one that it has not, and a late one.
+    """The reason reaches rank 0, an admitted rank, one not yet admitted, and a late one.
 
     `close` is for a launcher that saw rank 0 end before it let anybody in.
     """

@@ -145,7 +145,7 @@ def test_remains_of_a_broken_message_are_skipped(group):
 @pytest.mark.parametrize("when", ["before", "after", "reading", "quiesce", "recover"])
 @on_four(dies=[0, 2])
 def test_a_second_death_during_recovery_is_agreed_on_in_the_same_call(group, when):
-    """Rank 0 dies; rank 2 dies in the agreement about it, or in what follows."""
+    """Rank 0 dies; rank 2 dies during the agreement about it, or later."""
     operator: Any = Operator(group)
     pages: Any = Agreement
     publish, read = pages._publish, pages._read
@@ -193,7 +193,7 @@ def test_a_stopped_suspect_is_killed(group, suspects):
 
 @on_four(dies=[3])
 def test_a_suspect_that_waits_in_a_message_survives(group):
-    """Rank 1 waits for a stopped rank longer than its peers, who suspect both."""
+    """Rank 1 waits for a stopped rank longer than its peers, which suspect both."""
     agreement.SUSPECT_SECONDS = 5.0
     meet_once(group)
     if group.rank == 3:
@@ -261,7 +261,7 @@ def test_a_rank_that_left_and_lives_is_waited_for(group):
 @pytest.mark.parametrize("opens", [False, True])
 @on_four(dies=[1])
 def test_a_rank_with_closed_descriptors_reports_no_death(group, opens):
-    """As a daemon does; it may have opened others of the same numbers."""
+    """The rank closed all descriptors, as a daemon does, and may have reused their numbers."""
     meet_once(group)
     if group.rank == 1:
         os.closerange(3, 1 << 16)
@@ -279,7 +279,7 @@ def test_a_rank_with_closed_descriptors_reports_no_death(group, opens):
 
 @on_four()
 def test_a_second_thread_may_not_recover(group):
-    """A thread of rank 1 is in a recovery, for which rank 0 does not come before another tried."""
+    """One thread of rank 1 waits in a recovery for rank 0, while another thread tries one."""
     with Heap.create(group, 64) as heap:
         may_come = heap.tensor((1,), torch.int32, rank=0)
         group.barrier()
@@ -387,7 +387,7 @@ def test_an_operator_closed_on_one_rank_is_not_recovered(group):
 @pytest.mark.parametrize("stops", [False, True])
 @on_four(dies=[2])
 def test_survivors_of_a_call_recover(group, stops):
-    """A rank that stopped is suspected by those that waited for it in vain."""
+    """A stopped rank is suspected by the ranks that timed out on it."""
     limits: Any = {"timeout": 1.0 if stops else LONG, "first_timeout": LONG}
     with weft.AllToAll(
         group, max_tokens=8, top_k=2, num_experts=8, hidden=64, **limits

@@ -260,7 +260,7 @@ def test_a_partly_met_process_is_admitted_by_no_rank(group, how):
 
 @on_four(dies=[3])
 def test_a_survivor_that_times_out_still_admits_the_process(group):
-    """Rank 0 gives up waiting for the others, who then have met the new process as well."""
+    """Rank 0 stops waiting for the others, which have met the new process."""
     operator = Operator(group)
     lose(group, 3)
     meeting, process = begin(group, lives_on, 3)
@@ -300,7 +300,7 @@ def interrupts(call):
 @pytest.mark.parametrize("where", ["quiesce", "_notify"])
 @on_four(dies=[3])
 def test_an_interrupted_survivor_continues_without_a_leak(group, where):
-    """Rank 1 is interrupted when all have decided to take the new process in."""
+    """Rank 1 is interrupted after all have decided to admit the new process."""
     operator = Operator(group)
     lose(group, 3)
     meeting, process = begin(group, lives_on, 3)
@@ -337,7 +337,7 @@ def test_a_replacement_with_other_operators_is_refused_with_both_values(group):
 @pytest.mark.parametrize("dead", [[0, 2], [1, 2]], ids=["the hub", "one that came"])
 @on_four(dies="dead")
 def test_a_death_in_the_meeting_is_reported_despite_a_forked_child(group, tmp_path, dead):
-    """The child has the sockets of the rank that dies, of rank 0 the listener, too."""
+    """The child has the sockets of the rank that dies, and the listener of rank 0."""
     over, victim = tmp_path / "over", dead[0]
 
     def fork_and_die():
@@ -382,7 +382,7 @@ def is_one_too_many(address, rank):
 
 @on_four(dies=[1])
 def test_only_dead_ranks_are_replaced(group):
-    """Rank 3 is a survivor that takes itself for a newcomer."""
+    """Rank 3 is a survivor that joins as if it were new."""
     lose(group, 1)
     meeting = meet_at_0(group)
     process = fork(is_one_too_many, meeting.address, 1) if group.rank == 0 else None

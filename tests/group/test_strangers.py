@@ -63,7 +63,7 @@ def test_a_wrong_nonce_is_reported(meeting):
 
 @pytest.mark.parametrize("listening", [True, False])
 def test_another_user_is_refused(meeting, monkeypatch, listening):
-    """As either end sees it: only the listening end of a connection has a name."""
+    """Both ends refuse: only the listening end of a connection has a name."""
 
     def of_another_user(connection):
         pid, uid = peer_credentials(connection)
@@ -170,7 +170,7 @@ def is_json(value: object) -> bool:
 
 
 def test_a_hello_with_invalid_fields_raises(meeting):
-    """Only a rank of this job has the nonce; what it says otherwise may be anything."""
+    """Only a rank of this job has the nonce, but its other fields may be anything."""
     good = json.loads(make_hello(meeting, rank=2))
 
     @settings(max_examples=100, deadline=None, database=None)
@@ -346,7 +346,7 @@ def test_the_first_cause_stays_when_a_broken_group_is_aborted():
 
 
 def test_a_peer_that_does_not_read_is_named_at_the_deadline():
-    """Its socket is full: what it sent is there, and this rank's part does not go out."""
+    """The peer's part has arrived, but its socket is full, so this rank cannot send."""
     with plane() as (control, theirs):
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -358,7 +358,7 @@ def test_a_peer_that_does_not_read_is_named_at_the_deadline():
 
 @pytest.mark.parametrize("call", [0, 1])
 def test_a_failure_of_a_later_call_does_not_undo_this_one(call):
-    """All parts have come; the peer gave up waiting for this rank in it, or in the next one."""
+    """All parts have arrived when the peer times out on this rank, in this call or the next."""
     with plane() as (control, theirs):
         theirs.send(b'{"era":0,"op":"test","n":0,"value":5}')
         theirs.send(b'{"era":0,"n":%d,"fail":"rank 2 is late"}' % call)

@@ -145,7 +145,7 @@ def test_any_text_of_a_peer_can_be_printed():
 
 
 def test_last_words_are_read_before_the_end(pair):
-    """Also where the other end left what it was sent unread."""
+    """Also if the other end left received data unread."""
     left, right = pair
     send(right, b"{}")
     send(left, b'{"bye":null}')

@@ -87,7 +87,7 @@ def check_touched(seen: list[Event], a2a: weft.AllToAll, way: str) -> None:
 
 @on_ranks(2, [THREADS])
 def test_many_groups_that_overflow_are_one_refusal(group):
-    """Groups of two warps' lanes overflow."""
+    """The groups of two warps' lanes overflow."""
     case = Round(tokens=(3, 3), top_k=2, experts=160)
     with make(group, case, **combining("push")) as a2a:
         groups = ExpertGroups(a2a, layout="masked", max_rows=2)

@@ -129,7 +129,7 @@ def test_a_rank_without_experts(ranks, kind):
 
 @on_ranks(2)
 def test_a_broken_group_writes_nothing(group):
-    """A group that broke: the device writes nothing, the host raises."""
+    """After a group broke, the device writes nothing and the host raises."""
     with make(group) as a2a:
         received, groups = empty_round(a2a), ExpertGroups(a2a)
         ids = random_ids(received.ids.shape, a2a.num_local_experts, 1, 0.0, 0.0)

@@ -101,7 +101,7 @@ def test_an_explicit_expert_map(ranks, way):
 
 @on_ranks(2)
 def test_rows_of_any_length(group):
-    """Rows that are no whole number of a warp's pieces."""
+    """Rows need not be a multiple of a warp's width."""
     case = Round(tokens=(9, 16), hidden=264)
     with make(group, case, combine="pull") as plain:
         wanted = round_trip(plain, ExpertGroups(plain), case, scattered)
@@ -113,7 +113,7 @@ def test_rows_of_any_length(group):
 
 @on_ranks(2)
 def test_a_send_is_in_the_timeline(group):
-    """A send is in the timeline as the first half of combine."""
+    """A send appears as the first half of a combine."""
     case = Round(tokens=(4, 9), hidden=512)
     with make(group, case, combine="push", profile=True) as a2a:
         round_trip(a2a, ExpertGroups(a2a), case, sent)
@@ -174,7 +174,7 @@ def test_invalid_input_is_refused_on_the_host(group):
 
 @on_ranks(3)
 def test_late_and_absent_sums(group):
-    """A rank whose sums are late changes no byte; one that stays away is named."""
+    """Late sums change no byte, and an absent rank is named."""
     case = Round(tokens=(8, 16, 3), hidden=512)
     options = {"combine": "push", "_defines": ("WEFT_FAULTS=1",)}
     with make(group, case, **options) as a2a:

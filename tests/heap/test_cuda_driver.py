@@ -112,7 +112,7 @@ def test_a_share_is_replaced_at_its_address_when_the_gpu_is_quiet(install):
 
 
 def test_a_failure_of_any_call_frees_everything_everywhere(install):
-    """Each fake call of rank 1 fails once: a creation that fails leaves nothing, on any rank."""
+    """Each driver call of rank 1 fails once; no rank keeps anything of the failed creation."""
     whole = install()
     run(whole)
     names = names_of(whole, 1)
@@ -183,7 +183,7 @@ def let_go(group, fake, how):
 
 @pytest.mark.parametrize("how", ["close", "cycle", "view"])
 def test_freeing_memory_does_not_break_captures(install, monkeypatch, how):
-    """By close, by the collector, with the last view; the thread's mode is what it was."""
+    """Free by close, by the collector, or with the last view; the thread's mode is restored."""
     fake = install()
     monkeypatch.setattr(cuda, "tensor_at", cpu_tensor_at)
     names, done = run(fake, let_go, how, ranks=1)[0]

@@ -253,7 +253,7 @@ def test_threads_release_everything():
 
 @on_ranks(2, "threads", "cpu")
 def test_a_share_lives_as_long_as_any_rank_maps_it(group):
-    """Closing never waits: the others still read and write the share that its owner gave up."""
+    """Closing never waits: other ranks still read and write the share that its owner closed."""
     heap = Heap.create(group, 64)
     if group.rank == 0:
         heap.tensor((1,), torch.int32).fill_(41)

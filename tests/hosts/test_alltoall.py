@@ -92,7 +92,7 @@ def test_two_hosts_with_interleaved_ranks_match_the_reference(group: weft.Group)
 @campaign
 @pytest.mark.parametrize(("count", "hosts"), ALIKE)
 def test_hosts_match_the_reference(ranks, count, hosts):
-    """Cases of as many ranks on the same hosts share a launch, which takes longer than they do."""
+    """Cases with equal ranks and hosts share a launch, because launches are slow."""
     alike = [n for n, (c, h, _) in CASES.items() if (len(c.tokens), str(h)) == (count, hosts)]
     ranks(count, "cpu")(on_hosts, ALIKE[count, hosts], play_cases, *alike)
 
@@ -101,7 +101,7 @@ def test_hosts_match_the_reference(ranks, count, hosts):
 @pytest.mark.parametrize("combine", ["push", "gemm_push"])
 @across(2)
 def test_rows_by_expert_are_combined(group: weft.Group, combine: str) -> None:
-    """As on one host, but for the order of the sums."""
+    """As on one host, except for the order of the sums."""
     case = Round(tokens=(5, 0, 8, 2), add=True)
     with case.open(group, TOKENS, combine=combine, split_phase=True) as a2a:
         groups = weft.ExpertGroups(a2a)
@@ -128,7 +128,7 @@ def expect(kind: type[WeftError], text: str | None) -> Any:
 
 @across(2)
 def test_bad_ids_are_refused_where_they_were_sent(group: weft.Group) -> None:
-    """An id that names no expert is dropped, one that is twice in a row served."""
+    """An invalid id is dropped, and a repeated one is served."""
     case = Round(tokens=(2, 2, 2, 2), top_k=2, experts=4)
     x = torch.ones((2, case.hidden), dtype=torch.bfloat16)
     good = torch.tensor([[0, 1], [2, 3]])
@@ -160,7 +160,7 @@ WRONG_IDS, WRONG_COUNTS = (16, -2, 1 << 30, -(1 << 31)), (-1, 1 << 30)
 
 @across(2)
 def test_invalid_data_of_another_host_is_attributed_to_it(group: weft.Group) -> None:
-    """Rank 2, on host 1, sends what its host would not."""
+    """Rank 2, on host 1, sends invalid data."""
     case = Round(tokens=(3, 3, 3, 3))
     with case.open(group, 3) as a2a:
         play(a2a, case)
@@ -266,7 +266,7 @@ def test_hosts_of_unequal_size_are_refused(group: weft.Group) -> None:
 @campaign
 @across(2, 2)
 def test_a_compiled_round_crosses_hosts(group: weft.Group) -> None:
-    """It has the bits of an eager one."""
+    """A compiled round has the bits of an eager one."""
     case = Round(tokens=(5, 3))
     x, ids, weights, add = case.of(group.rank, group.device)
     with case.open(group, TOKENS) as a2a:

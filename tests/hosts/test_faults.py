@@ -146,7 +146,7 @@ def test_a_link_with_delay_within_the_deadline_changes_no_result():
 @campaign
 @needs_links
 def test_a_link_that_begins_to_delay_beyond_the_deadline_is_an_error():
-    """Nothing is lost, and all arrives too late."""
+    """Nothing is lost, but everything arrives too late."""
     with Network(2) as network, network.relayed(0.0) as delay:
         job = network.start(2, ENDLESS, 1_000_000)
         job.wait_for(3)

@@ -93,7 +93,7 @@ def test_ranks_have_devices_of_one_kind():
 
 @on_ranks(2, "cpu")
 def test_mixed_device_types_are_detected_at_once(group: weft.Group) -> None:
-    """Ranks that look for NVLink and ranks that do not would wait for each other."""
+    """Otherwise ranks that look for NVLink and ranks that do not would wait for each other."""
     whole = group.process_group()
     os.environ["WEFT_HOST"] = f"host-{group.rank}"
     device = "cuda:0" if group.rank == 0 else "cpu"

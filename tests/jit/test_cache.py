@@ -100,7 +100,7 @@ def test_an_entry_is_built_once_described_and_private(cache: Cache) -> None:
 def test_a_reader_sees_all_of_an_entry_or_nothing(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the moment when everything is written and nothing is renamed yet, there is no entry."""
+    """After everything is written and before the rename, there is no entry."""
     seen: list[tuple[list[str], list[str]]] = []
     sync = os.fsync
 

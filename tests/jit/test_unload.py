@@ -13,7 +13,7 @@ from weft.jit.module import CudaModule
 
 
 def test_unloading_code_does_not_break_captures(fake: Driver) -> None:
-    """Loading, reading and unloading leave everybody's captures alone, and the thread's mode."""
+    """Loading, reading and unloading leave captures and the thread's mode unchanged."""
     code = CudaModule(b"cubin", name="code")
     code.function("fill")
     assert code.global_bytes("table") == bytes([3] * 8)
@@ -32,7 +32,7 @@ def test_unloading_code_does_not_break_captures(fake: Driver) -> None:
 
 
 def test_a_stream_that_is_captured_is_not_waited_for(fake: Driver) -> None:
-    """Nor the default stream while one is captured that blocks with it."""
+    """Nor is the default stream while a stream that blocks with it is captured."""
     status = fake.real.CUstreamCaptureStatus
     for capturing in (
         status.CU_STREAM_CAPTURE_STATUS_ACTIVE,
@@ -62,7 +62,7 @@ def test_permanent_code_allocates_no_fence(fake: Driver) -> None:
 
 
 def test_dropped_code_is_unloaded_after_its_last_kernel(fake: Driver) -> None:
-    """Not before: a function holds its module, and code that stays is never unloaded."""
+    """A function keeps its module loaded, and permanent code is never unloaded."""
     kernel = CudaModule(b"cubin", name="code").function("fill")
     gc.collect()
     assert fake.named("cuModuleUnload") == []

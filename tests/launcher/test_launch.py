@@ -134,7 +134,7 @@ def fail(group, kind):
 @BOTH
 @pytest.mark.parametrize("kind", ERRORS)
 def test_the_first_cause_is_reported_rather_than_its_echo(device, kind, monkeypatch):
-    """Ranks that wait for it end by themselves, long before they would be ended."""
+    """Ranks that wait for the failed one end by themselves, before they would be killed."""
     monkeypatch.setattr("weft.launcher.processes.GRACE", 1000.0)
     monkeypatch.setitem(launch.__globals__, "GRACE", 1000.0)
     error = ERRORS[kind]
@@ -449,7 +449,7 @@ def start_launcher(own_server, out, temporary):
 
 @pytest.mark.parametrize("victims", ["launcher", pytest.param("all", marks=pytest.mark.slow)])
 def test_kill_9_leaves_no_process_and_no_name(victims, tmp_path):
-    """Of the launcher alone, or of its ranks and their fork server with it."""
+    """Kill the launcher alone, or its ranks and their fork server with it."""
     # Sockets have short names: pytest's own folder may be too deep for them.
     with tempfile.TemporaryDirectory(prefix="w") as temporary:
         kill, wait = start_launcher(victims == "all", tmp_path, temporary)
@@ -493,7 +493,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_ranks_take_their_launchers_weft_and_the_files_that_it_checked_for(tmp_path):
-    """Not the weft of the working directory, which `python a/script.py` does not look into.
+    """The weft of the working directory is not used; `python a/script.py` ignores it, too.
 
     With as many open files as the check asks for, ranks meet, map each other's memory and return.
     """

@@ -157,7 +157,7 @@ def test_split_calls_interoperate_with_whole_ones(group):
 
 @on_ranks(3, [*ANY, EMULATED])
 def test_two_live_results_overlap(group):
-    """One's dispatch is on its way while the other returns."""
+    """One result is dispatched while the other is combined."""
     mode = Mode(more={"split_phase": True})
     case = Round(tokens=(5, 9, 16), hidden=256)
     with mode.make(group, case, 16) as a2a:
@@ -196,7 +196,7 @@ def test_results_may_be_dropped_and_combined_again(group):
 @pytest.mark.slow
 @on_ranks(2, [CUDA, EMULATED])
 def test_tables_that_do_not_hold_every_chunk(group):
-    """So many experts that the table has an entry for two chunks, and bits are read again."""
+    """With this many experts, a table entry covers two chunks, and bits are read again."""
     case = Round(tokens=(80, 30), hidden=128, experts=512)
     with Mode().make(group, case, 450) as a2a:
         play(a2a, Mode(), case)

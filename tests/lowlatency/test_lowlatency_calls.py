@@ -125,7 +125,7 @@ def test_calls_out_of_order_are_refused(group):
 
 @on_ranks(2, [THREADS])
 def test_a_handle_of_another_all_to_all_is_refused(group):
-    """Two layers' first dispatches have the same numbers; each is combined by its own object."""
+    """The first dispatches of two layers have equal numbers; each needs its own object."""
     x, ids, weights, _ = inputs(group)
     with make(group) as one, make(group) as other:
         mine, theirs = one.dispatch(x, ids, weights), other.dispatch(x, ids, weights)

@@ -94,7 +94,7 @@ def test_every_value_is_delivered_as_in_the_reference(ranks, kind, name):
 @pytest.mark.parametrize("combine_dtype", [None, "fp8"])
 @on_ranks(2)
 def test_sums_are_weighted_in_top_k_order(group, reduce, combine_dtype):
-    """Sums in top-k order, each product rounded: with weights that would show any other order."""
+    """Each product is rounded, and the weights would reveal any other order."""
     generator = torch.Generator().manual_seed(9)
     tokens, top_k, hidden = 6, 8, 128
     x = torch.randn((tokens, hidden), generator=generator).bfloat16().to(group.device)

@@ -51,7 +51,7 @@ def _sum(text: str) -> int:
 
 
 def test_the_checkpoint_is_as_train_saves_it(train, tmp_path):
-    """Configuration, tokenizer and questions; the weights are of 4000 steps."""
+    """Compare configuration, tokenizer and questions; the weights have 4000 steps."""
     tokenizer = train.make_tokenizer()
     train.save(tmp_path, train.make_model(tokenizer), tokenizer)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -70,7 +70,7 @@ def test_the_checkpoint_is_as_train_saves_it(train, tmp_path):
 
 
 def test_the_checkpoint_answers(train):
-    """All of the first ten questions, as when it was trained."""
+    """It answers all of the first ten questions."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     known = read_questions(CHECKPOINT / "questions.jsonl")

@@ -238,7 +238,7 @@ def spin() -> str:
     ],
 )
 def test_variant(model: str, variant: Variant, spin: str, tmp_path: Path) -> None:
-    """Searches every interleaving of one variant."""
+    """Search every interleaving of one variant."""
     options = [f"-D{option}" for option in variant.options.split()]
     said = run([spin, "-a", *options, str(MODELS / f"{model}.pml")], tmp_path)
     assert "rror" not in said, said

@@ -166,7 +166,7 @@ def test_fp8_blocks(tmp_path):
 
 
 def test_blocks_at_the_edge(tmp_path):
-    """Sizes that are no multiples of 128: the last blocks are smaller; no FP8 is made of them."""
+    """Sizes that are no multiples of 128 have smaller last blocks, and cannot become FP8."""
     config = replace(CONFIG, hidden=200, intermediate=72)
     generator = torch.Generator().manual_seed(0)
     tensors: Tensors = {}
@@ -465,7 +465,7 @@ def test_the_models_own_stack_is_read_and_others_by_prefix(tmp_path):
 
 
 def test_only_what_the_experts_need_is_read(tmp_path, monkeypatch):
-    """Slices of fused tensors, and matrices of the experts that were asked for."""
+    """Only slices of fused tensors, and matrices of the requested experts, are read."""
     reads: list[tuple[str, Any]] = []
     real = safetensors.safe_open
 
@@ -606,7 +606,7 @@ def test_json_is_read_from_regular_files_only(tmp_path, what):
 
 
 def test_links_inside_the_folder_are_followed(tmp_path):
-    """As the hub's cache lays its snapshots out."""
+    """The hub's cache has such links in its snapshots."""
     folder = tmp_path / "snapshot"
     folder.mkdir()
     (tmp_path / "blobs").mkdir()

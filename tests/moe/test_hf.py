@@ -284,7 +284,7 @@ FLAGS = ("norm_topk_prob", "moe_renormalize", "use_routing_bias", "moe_router_en
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_no_field_with_a_meaning_is_ignored(name):
-    """Each is refused, or changes the layer; only fields of the engine change nothing."""
+    """Each field is refused or changes the layer; only fields of the engine change nothing."""
     config = PUBLISHED[name]
     inner = config.get("text_config", config)
     before = MoEConfig.from_hf(config)

@@ -155,7 +155,7 @@ def test_overlaps_of_processes(ranks, kind, mode):
 
 @BOTH
 def test_processes(ranks, mode):
-    """The default device of `weft.launch`: processes, not threads."""
+    """Test processes, the default device of `weft.launch`."""
     case = Case(CONFIGS["deepseek"], tokens=(5, 0))
     ranks(2, "cpu")(rounds, case, {"mode": mode, "overlap": "shared_expert"})
 

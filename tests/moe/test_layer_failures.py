@@ -197,7 +197,7 @@ def aborted(group: weft.Group, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("overlap", ["none", "gemm_push"])
 @pytest.mark.parametrize("body", [absent, failing_shared, aborted])
 def test_a_peer_that_does_not_finish_is_named(ranks, body, overlap, mode):
-    """A peer that stays away, whose shared expert raises, or that aborts."""
+    """The peer is absent, its shared expert raises, or it aborts."""
     ranks(2, "threads")(body, {"mode": mode, "overlap": overlap, "gemm": "grouped"})
 
 

@@ -58,7 +58,7 @@ def lose(survivors: Survivors, layer: MoE, rank: int) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(RANKS, "cpu", "cuda", dies=ORDER)
 def test_replicas_take_over(group: weft.Group, way: str) -> None:
-    """On GPUs in the graph that was there before."""
+    """On GPUs, the graph that was captured before is replayed."""
     survivors, options = Survivors(group), dict(WAYS[way])
     case = CASE.next(tokens=(16,) * RANKS) if group.device.type == "cuda" else CASE
     if group.device.type == "cuda" and options["gemm"] == "torch":
@@ -139,7 +139,7 @@ def test_without_replicas_experts_are_lost(group: weft.Group, missing: str, way:
 def test_a_relocation_that_a_death_interrupts_leaves_no_layer_of_two_placements(
     group: weft.Group, when: str
 ) -> None:
-    """Rank 2 dies while experts move; then weights of the caller make the layer whole."""
+    """Rank 2 dies while experts move; then weights of the caller repair the layer."""
     turned = Replicas(THRICE.logical[::-1], RANKS)
     with open_layer(group, CASE, THRICE, **WAYS["throughput"]) as layer:
         call(layer, 0)

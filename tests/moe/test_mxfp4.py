@@ -198,7 +198,7 @@ def test_weights_in_memory_keep_their_numbers(interleaved):
 
 
 def test_powers_that_are_far_apart_are_rounded_in_fp8_alone():
-    """By at most half of 2^-15 of the largest power of a block; zeros have no power."""
+    """The error is at most half of 2^-15 of a block's largest power; zeros have no power."""
     given, whole = in_memory(far_apart=True)
     with pytest.raises(InvalidArgument, match="expert 0, gate_up of rows 0.., row 1 has blocks"):
         ExpertWeights.from_mxfp4(IN_MEMORY, **given)

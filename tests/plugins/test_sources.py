@@ -44,7 +44,7 @@ def test_the_record_is_of_the_wheel(engine: Engine) -> None:
 
 
 def test_differences_are_found(tmp_path: Path) -> None:
-    """Through re-exports, classes, annotated names and every kind of parameter."""
+    """They are found through re-exports, classes, annotated names and every kind of parameter."""
     package = tmp_path / "sglang" / "srt"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from sglang.srt.far import *\nfrom .near import g as f\n")

@@ -130,8 +130,10 @@ def answers(group: weft.Group, folder: Path, jobs: list[tuple[Any, ...]]) -> lis
 
 
 def check(reports: list[list[dict[str, Any]]]) -> None:
-    """float32: nothing but the order of sums may differ. bfloat16: a rounding may turn a choice of
-    experts, for any implementation, so means are compared."""
+    """Compare results: in float32 only the order of sums may differ.
+
+    In bfloat16 a rounding may change the choice of experts, so means are compared.
+    """
     for rank, found in enumerate(reports):
         for each in found:
             if each["dtype"] == torch.float32:
@@ -152,7 +154,7 @@ def jobs_of(names: Iterable[str], ranks: int, dtype: torch.dtype) -> list[tuple[
 
 @pytest.mark.slow
 def test_ranks_answer_as_one_process_does(ranks: Any, models: Path) -> None:
-    """Two ranks, four, and two replicas of two ranks."""
+    """Test two ranks, four, and two replicas of two ranks."""
     jobs = [*jobs_of(FAMILIES, 2, torch.float32), *jobs_of(["glm4"], 2, torch.bfloat16)]
     check(ranks(2, "cpu")(answers, models, jobs))
     replicas = [("qwen3", {"tp_size": 2, "fsdp_size": 2}, OWN, torch.float32)]

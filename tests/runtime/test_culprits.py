@@ -141,7 +141,7 @@ def test_a_raising_rank_is_the_cause_of_a_launch(ranks, device):
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(3, "cpu", "cuda")
 def test_a_regular_exit_disturbs_no_rank(group, kind):
-    """Who is done closes and ends at once, while others still wait in the same round."""
+    """A rank that is done closes and exits at once, while others still wait in the same round."""
     for _ in range(3):
         with KINDS[kind].open(group) as op:
             for number in range(10):
@@ -179,7 +179,7 @@ def test_a_stopped_rank_is_named_after_the_deadline(group, kind, tmp_path):
 @pytest.mark.parametrize("kind", ["pull", "receiver", "oneshot"])
 @on_ranks(2, "cpu")
 def test_an_error_tells_how_long_it_waited(group, kind):
-    """The clock starts with the wait: what an error states is what a caller's clock shows."""
+    """The clock starts with the wait, so the error's time equals the caller's."""
     with KINDS[kind].open(group) as op:
         op.round()
         hurry(op.made, 0.5)

@@ -134,7 +134,7 @@ def test_another_geometry_is_detected_in_band(group: weft.Group, name: str) -> N
 @pytest.mark.parametrize("name", ["pull", "receiver", "twoshot"])
 @on_ranks(3, "cpu", "cuda")
 def test_abort_ends_the_waits_of_all_ranks_at_once(group: weft.Group, name: str) -> None:
-    """Rank 0 asks all to stop: while it waits itself, from a thread, or while only others wait."""
+    """Rank 0 aborts: while it waits itself, from a thread, or while only others wait."""
     for asker_waits in (True, False):
         with KINDS[name].open(group) as op:
             op.round()

@@ -209,7 +209,7 @@ def test_rows_have_a_bound(group: weft.Group) -> None:
 
 
 def test_hashes_of_calls_differ():
-    """With 24 bits, 3,000 calls have a pair in common with a chance of one in four."""
+    """With 24 bits, the chance of a collision among 3,000 calls is one in four."""
     seed = random.randrange(1 << 32)
     print("seed", seed)
     chance = random.Random(seed)

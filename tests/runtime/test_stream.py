@@ -92,7 +92,7 @@ OPENINGS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("name", OPENINGS)
 def test_constructors_run_in_relaxed_mode(fake: Driver, name: str) -> None:
-    """Torch allocates for them, too; the first thing they do with their group sees the mode."""
+    """Torch allocates for them, too; their first call of the group sees the mode."""
 
     class Group(weft.Group):
         device = GPU

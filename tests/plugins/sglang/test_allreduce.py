@@ -205,7 +205,7 @@ def unlisted(group: weft.Group, backend: str | None) -> tuple[list[int], list[st
 
 
 def test_sums_are_fused_with_the_norms_that_allow_it(ranks):
-    """The first and the last norm, and norms of other arithmetic, compute by themselves."""
+    """The first and the last norm, and norms of other arithmetic, run unfused."""
     odd: list[dict[str, Any]] = [{}, {"cast_x_before_out_mul": True}, {"variance_size_override": 9}]
     calls = [(fused_sums, OLDER), (fused_sums, NEWER), (unlisted, None), (unlisted, "trtllm")]
     older, newer, *others = in_one_launch(ranks, 2, *calls, *((odd_norm, each) for each in odd))

@@ -154,7 +154,7 @@ def check_room(deaths: dict[int, tuple[int, set[int]]]) -> int:
 
 
 def test_every_death_leaves_the_others_in_step() -> None:
-    """In every meeting, whose end any part of the others may see."""
+    """A rank dies in each meeting, and any part of the others sees the meeting end."""
     meetings = check_room({})
     assert meetings == 4 * PASSES
     for number, victim in itertools.product(range(1, FATAL + 1), (0, 3)):
@@ -178,7 +178,7 @@ def test_a_second_death_also_in_the_recovery_of_the_first() -> None:
 
 
 def test_an_error_without_a_death_is_raised() -> None:
-    """Nobody is gone, so a repeated call would fail again."""
+    """No rank is dead, so a repeated call would fail again."""
     room, member = Room(4, {}), Member(Room(4, {}), 0)
     room.broken, member.room = True, room
     whole = SimpleNamespace(dead=(), living=(0, 1, 2, 3), seconds=0.0)
@@ -203,7 +203,7 @@ def placed(sglang: Any, row: list[int], *, static: bool = True) -> Any:
 
 @pytest.mark.parametrize("static", [True, False])
 def test_tokens_go_to_living_replicas(sglang: Any, static: bool) -> None:
-    """Tables change in place, and a rank takes its own replica first."""
+    """Tables change in place, and a rank prefers its own replica."""
     places = placed(sglang, [0, 1, 2, 3, 0, 1, 2, 3], static=static)
     tables = [places.logical_to_all_physical_map, places.logical_to_all_physical_map_cpu]
     elastic.route_around(places, {2}, rank=0)
@@ -276,7 +276,7 @@ def tokenizer_of(sglang: Any, backend: str | None) -> Any:
 
 
 def test_requests_of_a_dead_rank_are_aborted(sglang: Any) -> None:
-    """The others' go on, and new ones go to living ranks."""
+    """Other requests continue, and new ones go to living ranks."""
     request, tokenizer = sglang.TokenizedGenerateReqInput, tokenizer_of(sglang, "weft")
     asked = [request(str(number)) for number in range(4)]
     named = sglang.TokenizedEmbeddingReqInput("named", routed_dp_rank=2)
@@ -330,7 +330,7 @@ def unfit(group: weft.Group, flags: dict[str, Any]) -> str:
 
 
 def test_flags_that_prevent_recovery_are_refused(ranks: Any) -> None:
-    """All at once, as they are written; layers of another all-to-all would wait for the dead."""
+    """One error lists all flags as they are written; other all-to-alls would wait for the dead."""
     wrong = {"disable_overlap_schedule": False, "moe_dense_tp_size": None, "max_ep_size": 8}
     calls = [(unfit, wrong | {"ep_dispatch_algorithm": None}), (unfit, {"flags": ()})]
     flags, backend = launched(ranks, 2, *calls)

@@ -42,7 +42,7 @@ def sglang() -> Iterator[Callable[[str], Any]]:
 
 @pytest.mark.parametrize("release", SGLANG.served)
 def test_flags_of_weft(sglang: Callable[[str], Any], release: str) -> None:
-    """The backend has a name, whole experts on each rank, and a shared expert apart.
+    """The backend has a name, whole experts on each rank, and a separate shared expert.
 
     What keeps prefill out of graphs with the backends that SGLang knows does so with weft, too.
     With DP attention all ranks know all counts, by no other backend.
@@ -127,7 +127,7 @@ def test_an_unsupported_sglang_is_refused_before_patching(
 def test_an_unsupported_version_is_refused(
     sglang: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where its names are equal; and signatures are compared with those of the version."""
+    """Also if its names are equal; signatures are compared with those of the version."""
     sglang(OLDER)
     monkeypatch.setattr(Engine, "installed", lambda self: "0.5.18")
     with pytest.raises(SetupError, match="SGLang 0.5.18 .*: its version is not supported"):
@@ -153,7 +153,7 @@ def test_an_unsupported_version_is_refused(
 def test_a_wrong_setting_is_refused(
     sglang: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the choice is added, as every error of register."""
+    """The error comes before the choice is added, as all errors of register do."""
     standin = sglang(OLDER)
     monkeypatch.setenv("WEFT_SGLANG_FORM", "blocks")
     with pytest.raises(InvalidArgument, match="FORM is 'blocks'; choose one of 'block'"):
@@ -162,7 +162,7 @@ def test_a_wrong_setting_is_refused(
 
 
 def test_a_hook_that_sglang_could_not_apply_is_an_error(sglang: Callable[[str], Any]) -> None:
-    """SGLang logs it and goes on, and would serve its own layers."""
+    """SGLang only logs it, and would serve its own layers."""
     enter()
     target = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
     sglang(OLDER).HookRegistry._patched.discard(target)
@@ -180,7 +180,7 @@ def test_the_server_is_ended_by_a_signal_to_its_parent(monkeypatch: pytest.Monke
 
 
 def test_limits() -> None:
-    """Rounded up over the ranks of an attention group, and at most 512 and 4096."""
+    """Limits are rounded up over the ranks of an attention group, up to 512 and 4096."""
     assert Limits.from_server(64, 2048, attention_ranks=1) == Limits(64, 2048)
     assert Limits.from_server(65, 2049, attention_ranks=4) == Limits(17, 513)
     assert Limits.from_server(4000, 1 << 17, attention_ranks=1) == Limits(512, 4096)
@@ -192,7 +192,7 @@ def test_limits() -> None:
 def test_decode_tokens_are_those_of_graphs_that_are_captured(
     sglang: Callable[[str], Any], backend: str, decode: int
 ) -> None:
-    """SGLang has sizes also for --disable-cuda-graph, where graphs set no limit."""
+    """SGLang also has sizes with --disable-cuda-graph, which are ignored."""
     enter()
     standin = sglang(OLDER)
     args = standin.parse(chunked_prefill_size=128)
@@ -249,7 +249,7 @@ def test_weights_are_taken_without_a_copy(dtype: torch.dtype) -> None:
 
 
 def test_mxfp4_is_left_as_loaded_and_packed() -> None:
-    """SGLang would convert it to bfloat16, or to the form of a kernel of its own."""
+    """SGLang would convert it to bfloat16, or to another kernel's format."""
     layer, changed = fused(torch.uint8), []
     enter()
     from weft.plugins.sglang.dispatcher import Exchanged, WholeBlock
@@ -327,7 +327,7 @@ REFUSED: list[tuple[torch.dtype, dict[str, Any], str]] = [
 def test_unsupported_experts_are_refused(
     dtype: torch.dtype, changes: dict[str, Any], text: str
 ) -> None:
-    """The error names the layer, the attribute, its value and what is served."""
+    """The error names the layer, the attribute, its value and supported values."""
     with pytest.raises(InvalidArgument, match=text) as raised:
         check_experts(fused(dtype, **changes), form="block")
     assert "cannot serve the experts of layer 7 in form 'block'" in str(raised.value)

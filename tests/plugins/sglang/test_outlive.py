@@ -73,7 +73,7 @@ def outliving(group: weft.Group, form: str, way: str, when: str) -> dict[str, An
     ],
 )
 def test_a_server_outlives_a_rank(form: str, way: str, when: str) -> None:
-    """The others' tokens are what they are without a death, in the pass that broke, too.
+    """The others' tokens are as without a death, also in the interrupted pass.
 
     A rank that stops in a pass is killed by the others after the deadline.
     """
@@ -133,7 +133,7 @@ def unrecovered(group: weft.Group) -> tuple[int, list[str], list[bool]]:
 
 
 def test_a_server_that_does_not_recover_is_ended() -> None:
-    """A rank may wait in a collective of another library; one that went on is left alone."""
+    """A rank may wait in another library's collective; a rank that continued is left alone."""
     first, _, last = run(unrecovered, ranks=3)
     for ended, lines, alive in (first, last):
         assert ended == 1
@@ -166,7 +166,7 @@ def orphaned(group: weft.Group) -> list[str]:
 
 
 def test_the_process_that_ended_first_is_named_at_once() -> None:
-    """vLLM ends all engine cores as soon as one is gone, and none would say which it was."""
+    """vLLM ends all engine cores as soon as one has died, and does not name it."""
     assert run(ended_soon, ranks=2)[0] == ["rank 0 of 2: the process of rank 1 has ended"]
     assert launch(orphaned, ranks=1, device="threads") == [
         [

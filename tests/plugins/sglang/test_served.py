@@ -181,7 +181,7 @@ def drafting(group: weft.Group, form: str, release: str) -> tuple[float, list[in
 
 
 def test_settings_and_draft_models(ranks: Any) -> None:
-    """Decode workspaces hold the 3 tokens that a request drafts."""
+    """Decode workspaces have room for the 3 tokens that a request drafts."""
     calls = [(set_up,), (rounded_counts,), *((drafting, *case) for case in EITHER)]
     both, rows, *drafts = launched(ranks, 2, *calls)
     for found, built in both:
@@ -318,7 +318,7 @@ def found_by(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def test_a_dead_rank_is_reported_and_ends_the_server(ranks: Any, tmp_path: Any) -> None:
-    """Long before the deadline the step raises, a line names the rank, and the server ends."""
+    """Long before the deadline the step raises, a log line names the rank, and the server ends."""
     with pytest.raises(weft.errors.RankFailed):
         ranks(2, "cpu")(bereaved, str(tmp_path))
     found = found_by(tmp_path, 0)
@@ -344,7 +344,7 @@ def logged(group: weft.Group, form: str, release: str) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_two_hosts_are_served(ranks: Any, count: int) -> None:
-    """One rank on each host, where weights move between them, and two."""
+    """Test one rank per host, where weights move between hosts, and two."""
     calls: list[tuple[Any, ...]] = [(on_two_hosts, logged, *case) for case in EITHER]
     if count == 2:
         calls += [(on_two_hosts, updated, *case) for case in EITHER]
@@ -369,7 +369,7 @@ def test_two_hosts_are_served(ranks: Any, count: int) -> None:
 
 
 def test_a_dead_rank_ends_the_servers_of_both_hosts(ranks: Any, tmp_path: Path) -> None:
-    """Its host sees the process end, the other one the rail; no rank waits for the deadline."""
+    """One host sees the process end, the other one the rail; no rank waits for the deadline."""
     with pytest.raises(weft.errors.RankFailed):
         ranks(4, "cpu")(on_two_hosts, bereaved, str(tmp_path))
     far_off, also_far_off, near = (found_by(tmp_path, rank) for rank in (0, 1, 2))

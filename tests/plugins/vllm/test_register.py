@@ -54,7 +54,7 @@ def test_layers_are_registered_once_and_where_weft_is_on() -> None:
     "kind", ["GptOssRoutedExperts", "TransformersRoutedExperts", "DbrxExperts"]
 )
 def test_layers_that_models_derive_are_wefts_too(kind: str) -> None:
-    """vLLM's registry goes by a class's own name: without an entry the stock one would run."""
+    """vLLM's registry looks up a class's own name: without an entry the stock class would run."""
     enter("block")
     stock = of_vllm(kind)
     experts = stock("experts", config_of())
@@ -67,7 +67,7 @@ def test_layers_that_models_derive_are_wefts_too(kind: str) -> None:
 
 @pytest.mark.parametrize("form", ["block", "exchange"])
 def test_experts_that_are_constants_are_refused(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """vLLM 0.33 has a layer of its own for them, which would run without weft unless taken."""
+    """vLLM 0.33 has a separate layer for them, which would run without weft."""
 
     class SubstitutedRoutedExperts(of_vllm("RoutedExperts")):  # type: ignore[misc]
         def __init__(self, *args: Any, expert_substitution: Any, **given: Any) -> None:
@@ -101,7 +101,7 @@ def test_an_unsupported_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_layer_of_another_plug_in_is_refused() -> None:
-    """vLLM takes one, and would end with an assertion."""
+    """vLLM accepts one such layer, and would fail with an assertion."""
     of_vllm("op_registry_oot")["RoutedExperts"] = type(
         "Other", (), {"__module__": "another.plugin"}
     )
@@ -110,7 +110,7 @@ def test_a_layer_of_another_plug_in_is_refused() -> None:
 
 
 def test_limits() -> None:
-    """The largest graph, or the largest batch without one, split over sequence-parallel ranks."""
+    """The limit is the largest graph, or the largest batch, split over sequence-parallel ranks."""
     limits_of = engine.limits_of
     config = of_vllm("VllmConfig")()
     assert limits_of(config, parallel(0, 2), prefill_tokens=None) == Limits(4, 32)
@@ -159,7 +159,7 @@ def test_unsupported_flags_are_refused(
     ],
 )
 def test_unsupported_ranks_are_refused(more: dict[str, Any], text: str) -> None:
-    """They have no tokens of their own, or no whole experts."""
+    """Such ranks have no tokens of their own, or no whole experts."""
     enter("block")
     with pytest.raises(InvalidArgument, match=text):
         layer(config_of(moe_parallel_config=parallel(0, 2, **more)))
@@ -195,7 +195,7 @@ def test_unsupported_experts_are_refused(
 
 
 def test_unsupported_methods_and_tensors_are_refused() -> None:
-    """Other quantisations by their name, and other layouts by their shapes."""
+    """Other quantisations are refused by name, and other layouts by shape."""
     enter("block")
 
     class Int8MoEMethod(of_vllm("Fp8MoEMethod")): ...  # type: ignore[misc]
@@ -214,7 +214,7 @@ def test_unsupported_methods_and_tensors_are_refused() -> None:
 
 
 def test_unsupported_rows_are_refused() -> None:
-    """Such as rows that are quantised by token."""
+    """Rows that are quantised per token, for example."""
     travels_as_fp8, experts = engine.travels_as_fp8, SimpleNamespace(layer_name="experts")
 
     def kernel(dtype: torch.dtype | None, block: list[int] | None, raw: bool = False) -> Any:
@@ -230,7 +230,7 @@ def test_unsupported_rows_are_refused() -> None:
 
 
 def test_the_fused_all_reduce_is_wefts() -> None:
-    """Both attributes, or none."""
+    """Both attributes are replaced, or none."""
     modules: list[Any] = [importlib.import_module(each) for each in allreduce.HOLDERS]
     enter("", ALLREDUCE="1")
     assert [each.flashinfer_comm for each in modules] == [weft.compat.flashinfer] * 2
@@ -242,7 +242,7 @@ def test_the_fused_all_reduce_is_wefts() -> None:
 
 
 def test_a_worker_is_ended_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's monitor sees it, and ends the server."""
+    """vLLM's monitor notices it, and ends the server."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))
     engine.end_worker()

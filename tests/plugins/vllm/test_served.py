@@ -165,7 +165,7 @@ def gpt_oss(group: weft.Group, far_apart: bool) -> tuple[list[float], str, dict[
 
 
 def test_gpt_oss_in_mxfp4(ranks: Any) -> None:
-    """Packed, or FP8 where a row's powers are far apart; tokens are rounded to FP8 either way."""
+    """Weights are packed, or FP8 if a row's range is too large; tokens are FP8 in both cases."""
     one = launched(ranks, 1, (gpt_oss, False))
     for far_apart, results in zip(
         (False, False, True),
@@ -193,7 +193,7 @@ def padded(group: weft.Group, form: str, release: str) -> float:
 
 
 def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any) -> None:
-    """The plug-in sees to it in 0.26.0; later routers do, which the stand-in's does not."""
+    """The plug-in ensures it in 0.26.0; later routers do it themselves."""
     calls = [(padded, form, release) for form in FORMS for release in ("0.26.0", "0.32.0")]
     for call, errors in zip(calls, launched(ranks, 2, *calls), strict=True):
         assert max(errors) < CLOSE, call
@@ -341,7 +341,7 @@ def bereaved(group: weft.Group, path: str, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_dead_rank_is_reported_and_ends_the_worker(ranks: Any, tmp_path: Path, form: str) -> None:
-    """Also where no code of weft's runs any more: a thread sees it, and a line names the rank."""
+    """Also while no code of weft runs: a thread notices it, and a log line names the rank."""
     with pytest.raises(weft.errors.RankFailed):
         ranks(2, "cpu")(bereaved, str(tmp_path / "found"), form)
     ended, lines = ast.literal_eval((tmp_path / "found").read_text())
