@@ -105,11 +105,11 @@ class Death:
         modules: Any = control_plane, meeting
         send, left = wire.send, [int(self.after)]
 
-        def counted(*given: Any) -> bool:
+        def counted(*args: Any) -> bool:
             left[0] -= 1
             if left[0] == 0:
                 self._strike()
-            return send(*given)
+            return send(*args)
 
         for module in modules:
             module.send = counted
@@ -342,9 +342,9 @@ class Newcomers:
 
     def _start(self, address: str, rank: int) -> None:
         death = next(self._late, None)
-        given = address, rank, self._plan.seed, death, str(self._folder), len(self.started)
+        inputs = address, rank, self._plan.seed, death, str(self._folder), len(self.started)
         name = f"the new process of rank {rank}"
-        process = fork_server().Process(target=newcomer, args=given, name=name)
+        process = fork_server().Process(target=newcomer, args=inputs, name=name)
         process.start()
         self.started.append((address, process))
 
@@ -451,8 +451,8 @@ def arrive(meeting: Meeting, rank: int, seed: int, folder: str) -> None:
             said, text = "RendezvousFailed", str(error)
         took, after = time.monotonic() - began, state()
         came_with = before[0] - (meeting.listener is not None)  # which the hub has closed
-        found = {"files": after[0] - came_with, "mapped": after[1] - before[1]}
-        told = {"said": said, "text": text, "seconds": took, **found}
+        result = {"files": after[0] - came_with, "mapped": after[1] - before[1]}
+        told = {"said": said, "text": text, "seconds": took, **result}
         Path(folder, f"rank {rank}.json").write_text(json.dumps(told))
         if death is not None:
             os.kill(os.getpid(), signal.SIGKILL)  # it was over before
@@ -464,8 +464,8 @@ def meet(plan: Plan, folder: Path) -> None:
     context = fork_server()
     arriving = []
     for rank in range(RANKS):
-        given = meeting if rank == meeting.hub else Meeting.from_address(meeting.address)
-        arriving.append(context.Process(target=arrive, args=(given, rank, plan.seed, str(folder))))
+        inputs = meeting if rank == meeting.hub else Meeting.from_address(meeting.address)
+        arriving.append(context.Process(target=arrive, args=(inputs, rank, plan.seed, str(folder))))
     try:
         for process in arriving:
             process.start()
@@ -559,13 +559,13 @@ def in_shared_memory() -> set[str]:
 
 def of_fork_server() -> list[str]:
     server: Any = forkserver
-    parent, found = server._forkserver._forkserver_pid, []
+    parent, result = server._forkserver._forkserver_pid, []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             fields = path.read_text().rpartition(")")[2].split()
             if int(fields[1]) == parent and fields[0] != "Z":
-                found.append(f"{path.parent.name} ({fields[0]})")
-    return found
+                result.append(f"{path.parent.name} ({fields[0]})")
+    return result
 
 
 def main() -> None:

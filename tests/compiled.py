@@ -43,12 +43,12 @@ def compiled(body: Callable[..., Any], options: dict[str, Any]) -> Callable[...,
     torch._dynamo.utils.counters.clear()
     traced = torch.compile(body, fullgraph=True, **options)
 
-    def call(*given: Any) -> Any:
+    def call(*args: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        found = traced(*given)
+        result = traced(*args)
         skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
         assert skips == 0, "not captured, though asked for"
-        return found
+        return result
 
     return call
 
@@ -65,8 +65,8 @@ def alike(
     traced = compiled(body, options)
     for seed, tokens in enumerate(turns):
         now: Any = case.next(tokens=tokens[: group.size], seed=seed)
-        given = now.of(group.rank, group.device)[:3]  # without what a round adds
-        same(traced(what, *given), body(what, *given))
+        args = now.of(group.rank, group.device)[:3]  # without what a round adds
+        same(traced(what, *args), body(what, *args))
         settle(group.device)
 
 
@@ -99,7 +99,7 @@ def finalized(
     """Run a prologue with passed outputs (one aliases residual), new ones and omitted ones."""
     kept, norm = residual.clone(), torch.empty_like(residual)
     spec = MoEFinalize(rows * 2, index, scales, shared=residual - 1, routed_scaling_factor=1.7)
-    found = ar.fused(
+    result = ar.fused(
         prologue=spec,
         residual=kept,
         weight=weight,
@@ -109,9 +109,9 @@ def finalized(
         norm_out=norm,
     )
     bare = ar.fused(prologue=spec, residual=residual, residual_out=False, out=True)
-    assert found.quant is None
+    assert result.quant is None
     assert bare.residual is None
-    return found.out, kept + 1, found.norm, norm * 2, bare.out
+    return result.out, kept + 1, result.norm, norm * 2, bare.out
 
 
 TURNS = ((5, 3), (0, 8), (4, 4), (6, 0))  # tokens of the ranks, call by call
@@ -139,9 +139,9 @@ def reduces(
                 case = Sum(tokens, seed=tokens)
                 residual, weight = case.shared(device)
                 # A parameter, as a model has: without gradients it is a tensor like any other.
-                given = (case.rows(group.rank, device), residual, torch.nn.Parameter(weight))
+                args = (case.rows(group.rank, device), residual, torch.nn.Parameter(weight))
                 with torch.no_grad():
-                    same(traced(ar, *given, specs[name]), chain(ar, *given, specs[name]))
+                    same(traced(ar, *args, specs[name]), chain(ar, *args, specs[name]))
                 settle(group.device)
         traced = compiled(finalized, options)
         for tokens in sizes[:2]:

@@ -36,14 +36,14 @@ class Want:
 def entries(received: Received, experts: int) -> list[list[tuple[int, int, int]]]:
     """Return (source, token, k) of each expert's entries, in order."""
     ids, counts = received.ids.tolist(), received.counts.tolist()
-    found: list[list[tuple[int, int, int]]] = [[] for _ in range(experts)]
+    result: list[list[tuple[int, int, int]]] = [[] for _ in range(experts)]
     for source, rows in enumerate(ids):
         count = counts[source] if 0 <= counts[source] <= len(rows) else len(rows)
         for token in range(count):
             for k, expert in enumerate(rows[token]):
                 if 0 <= expert < experts:
-                    found[expert].append((source, token, k))
-    return found
+                    result[expert].append((source, token, k))
+    return result
 
 
 def want(received: Received, experts: int, max_rows: int, align: int, layout: str) -> Want:
@@ -83,21 +83,21 @@ def check_round(a2a: weft.AllToAll, groups: ExpertGroups, received: Received) ->
     d, experts, tokens = a2a.group.device, a2a.num_local_experts, a2a.max_tokens
     for rows in groups._buffers.rows:
         rows.view(torch.uint8).fill_(MARK)
-    grouped, given = groups.gather(received), host(received)
-    expected = want(given, experts, groups.max_rows, groups.align, groups.layout)
+    grouped, inputs = groups.gather(received), host(received)
+    expected = want(inputs, experts, groups.max_rows, groups.align, groups.layout)
     assert grouped.offsets.tolist() == expected.starts
     assert grouped.counts.tolist() == expected.counts
     slot = torch.full((grouped.slot.numel(),), -1, dtype=torch.int32)
     weight = torch.zeros(grouped.slot.numel())
     planes = []
-    for payload, got in zip(given.payloads, grouped.rows, strict=True):
+    for payload, got in zip(inputs.payloads, grouped.rows, strict=True):
         whole = bits(payload).view(a2a.ep_size * tokens, -1)
         plane = torch.full((slot.numel(), whole.shape[1]), MARK, dtype=torch.uint8)
         for (source, token, k), row in expected.rows.items():
             if row is not None:
                 plane[row] = whole[source * tokens + token]
                 slot[row] = source * tokens + token
-                weight[row] = given.weights[source, token, k]
+                weight[row] = inputs.weights[source, token, k]
         for start, count in zip(expected.starts, expected.counts, strict=False):
             plane[start + count : start + -(-count // groups.align) * groups.align] = 0
         planes.append((bits(got.cpu()).view(plane.shape), plane))
@@ -105,7 +105,7 @@ def check_round(a2a: weft.AllToAll, groups: ExpertGroups, received: Received) ->
     assert torch.equal(bits(grouped.weight.cpu().flatten()), bits(weight))
     for got_bytes, plane in planes:
         assert torch.equal(got_bytes, plane)
-    check_scatter(a2a, groups, given, expected)
+    check_scatter(a2a, groups, inputs, expected)
     settle(d)
     if expected.overflows:
         with pytest.raises(TokenOverflow) as caught:

@@ -42,8 +42,8 @@ def _programs(compiler: str) -> list[Path]:
     if driver is None:
         return []
     command = [driver, "-print-prog-name=cc1plus"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return [path for path in map(Path, (driver, found)) if path.is_file()]
+    result = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return [path for path in map(Path, (driver, result)) if path.is_file()]
 
 
 def cache_of(root: Path) -> Path | None:

@@ -31,8 +31,8 @@ def on_ranks(
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         @pytest.mark.parametrize("kind", kinds)
         @functools.wraps(body)
-        def test(*, ranks: Any, kind: str, **given: Any) -> None:
-            ranks(count, kind)(body, *given.values(), **options)
+        def test(*, ranks: Any, kind: str, **inputs: Any) -> None:
+            ranks(count, kind)(body, *inputs.values(), **options)
 
         names = [*inspect.signature(body).parameters][1:]
         parameter = inspect.Parameter

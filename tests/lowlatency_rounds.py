@@ -179,12 +179,12 @@ def play(
     if poison:
         for slot in a2a.slots:
             slot.x.view(torch.uint8).fill_(0xFF)
-    given = weights if case.weighted else None
+    passed = weights if case.weighted else None
     if split_phase:
-        a2a.dispatch_send(x, ids, given)
+        a2a.dispatch_send(x, ids, passed)
         got = a2a.dispatch_recv()
     else:
-        got = a2a.dispatch(x, ids, given)
+        got = a2a.dispatch(x, ids, passed)
     settle(group.device)
     if checks:
         a2a.check()
@@ -194,18 +194,18 @@ def play(
     more = add if case.add else None
     if mode.combine == "gemm_push":
         store_at_owners(a2a, got, y)
-        a2a.combine(None, ids, given, got.handle, out, more)
+        a2a.combine(None, ids, passed, got.handle, out, more)
         assert got.dst_addr is not None
         assert not got.dst_addr.any(), "a row has an address when it is no longer awaited there"
     elif split_phase:
-        a2a.combine_send(y, ids, given, got.handle, out, more)
+        a2a.combine_send(y, ids, passed, got.handle, out, more)
         a2a.combine_recv()
     else:
-        a2a.combine(y, ids, given, got.handle, out, more)
+        a2a.combine(y, ids, passed, got.handle, out, more)
     settle(group.device)
     if checks:
         a2a.check()
-    wanted = wanted_out(a2a, mode, case, sent[group.rank])
-    wrong = (bits(out) != bits(wanted)).nonzero()
+    expected = wanted_out(a2a, mode, case, sent[group.rank])
+    wrong = (bits(out) != bits(expected)).nonzero()
     assert wrong.numel() == 0, f"{len(wrong)} wrong bytes, the first at {wrong[0].tolist()}"
     return out

@@ -35,17 +35,17 @@ class Edit:
     def apply(self, text: str) -> str:
         """Return the changed text of the file. Raises LookupError unless one place matches."""
         pattern = re.compile(self.pattern.replace(" ", r"\s+"), re.DOTALL)
-        found = [
+        result = [
             match
             for begin, end in function_bodies(text, self.function)
             for match in pattern.finditer(text[:end], begin)
         ]
-        if len(found) != 1:
+        if len(result) != 1:
             raise LookupError(
-                f"{self.pattern!r} matches {len(found)} times in {self.function} of {self.file}"
+                f"{self.pattern!r} matches {len(result)} times in {self.function} of {self.file}"
             )
-        begin, end = found[0].span()
-        return text[:begin] + found[0].expand(self.replacement) + text[end:]
+        begin, end = result[0].span()
+        return text[:begin] + result[0].expand(self.replacement) + text[end:]
 
 
 @dataclass(frozen=True)

@@ -159,9 +159,9 @@ def reduce(group: weft.Group, backend: str) -> Made:
     def call() -> Results:
         outs: Results = []
         for quant in (None, weft.FP8Token(), weft.FP8Group(128), weft.FP8Group(128, scale="ue8m0")):
-            found = made.fused(x, residual=residual, weight=weight, quant=quant, backend=backend)
-            outs += copies(found.norm, found.residual, found.scale)
-            outs += [] if found.quant is None else [found.quant.view(torch.uint8).clone()]
+            result = made.fused(x, residual=residual, weight=weight, quant=quant, backend=backend)
+            outs += copies(result.norm, result.residual, result.scale)
+            outs += [] if result.quant is None else [result.quant.view(torch.uint8).clone()]
         return outs
 
     return Made(made, call, made.close)

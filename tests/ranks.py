@@ -45,10 +45,10 @@ def on_ranks(
             dead = arguments[dies] if isinstance(dies, str) else dies
             dead = [dead] if isinstance(dead, int) else dead
             limits = {"timeout": 220.0 if device == "cuda" else 3000.0, **options}
-            given = {name: arguments[name] for name in names}
-            run: Any = functools.partial(body, **given)
+            kwargs = {name: arguments[name] for name in names}
+            run: Any = functools.partial(body, **kwargs)
             if device != "threads":  # processes find the body by its name
-                run = functools.partial(_run_named, body.__module__, body.__name__, given)
+                run = functools.partial(_run_named, body.__module__, body.__name__, kwargs)
             ended = weft.launch(
                 functools.partial(_run, run),
                 ranks=size, device=device, tolerate_deaths=bool(dead), **limits,

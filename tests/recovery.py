@@ -37,8 +37,8 @@ class Survivors:
 
         sealed: operators on CPU ranks that may not touch these ranks' memory any more: it faults.
         """
-        found = self.group.recover(timeout=PATIENCE)
-        assert set(dead) <= set(found.dead), found
+        result = self.group.recover(timeout=PATIENCE)
+        assert set(dead) <= set(result.dead), result
         for operator in sealed:
             heap = operator.heap
             pages = -(-heap.size // mmap.PAGESIZE) * mmap.PAGESIZE

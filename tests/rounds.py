@@ -62,8 +62,8 @@ class Round:
         """Construct an AllToAll for these rounds."""
         payloads = [weft.Payload((self.hidden,), self.dtype)]
         payloads += [weft.Payload((size,), torch.uint8) for size in self.extra]
-        given: dict[str, Any] = {"dtype": self.dtype, "payloads": payloads, **self.options, **more}
-        return weft.AllToAll(group, **self.sizes(max_tokens), **given)
+        kwargs: dict[str, Any] = {"dtype": self.dtype, "payloads": payloads, **self.options, **more}
+        return weft.AllToAll(group, **self.sizes(max_tokens), **kwargs)
 
     def of(self, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Return (x, ids, weights, add) of one rank."""
@@ -159,15 +159,15 @@ def play(
             a2a.output().fill_(float("nan"))
         settle(device)
         group.barrier()
-    given = weights if case.weighted else None
+    passed = weights if case.weighted else None
     payloads = [x, *case.rows_of(rank, device)]
     if halves:
-        a2a.dispatch_send(payloads, ids, given, **options)
+        a2a.dispatch_send(payloads, ids, passed, **options)
         if stats is not None:
             options["stats"].zero_()  # it has been read, or is before this in the stream
         received = a2a.dispatch_recv()
     else:
-        received = a2a.dispatch(payloads, ids, given, **options)
+        received = a2a.dispatch(payloads, ids, passed, **options)
     kind = None if shape.quant == "none" else shape.quant
     kind = kind if span is None else span.quantize  # rows are quantised before they cross hosts
     sent = [_arriving([inputs[r][0], *case.rows_of(r, device)], kind, used[r]) for r in ranks]
@@ -211,7 +211,7 @@ def play(
     wanted = reference.identity_round_trip(
         x,
         torch.cat((routed[rank], none)),
-        given,
+        passed,
         a2a.placement,
         ranks=group.size,
         hosts=group.host_ranks,

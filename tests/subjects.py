@@ -193,8 +193,8 @@ class Sends:
             case = SENT.next(seed=seed).living(living)
             ids = case.of(group.rank, group.device)[1]
             kept = dropped(ids, plain.placement.ranks, living)
-            got, wanted = returned(ids, groups, case), returned(kept, others, case)
-            assert torch.equal(bits(got), bits(wanted))
+            got, expected = returned(ids, groups, case), returned(kept, others, case)
+            assert torch.equal(bits(got), bits(expected))
             plain.check()
 
         return Subject(a2a, play, [plain])

@@ -49,7 +49,7 @@ def alltoall(group: weft.Group, **options: Any) -> Iterator[tuple[Tensors, Call]
     x, ids, weights = (each[:COUNT] for each in tokens(group))
     with weft.AllToAll(group, **SIZES, hidden=HIDDEN, **options) as op:
         y = draw(group, op.ep_size, MOST, HIDDEN, seed=4).bfloat16()
-        given = {"x": x, "y": y, "out": torch.zeros_like(x), "add": x + 1}
+        inputs = {"x": x, "y": y, "out": torch.zeros_like(x), "add": x + 1}
 
         def call(t: Tensors) -> list[torch.Tensor]:
             seen = op.dispatch(t["x"], ids, weights).x.clone()
@@ -59,15 +59,15 @@ def alltoall(group: weft.Group, **options: Any) -> Iterator[tuple[Tensors, Call]
                 op.combine()
                 raise
 
-        yield given, call
+        yield inputs, call
 
 
 def low_latency(group: weft.Group, **options: Any) -> Iterator[tuple[Tensors, Call]]:
     x, ids, weights = (each[:COUNT] for each in tokens(group))
     with weft.LowLatencyAllToAll(group, **SIZES, hidden=HIDDEN, quantize=None, **options) as op:
         y = draw(group, op.num_local_experts, op.ep_size * MOST, HIDDEN, seed=4).bfloat16()
-        given = {"x": x, "y": y, "out": torch.zeros_like(x), "add": x + 1}
-        given |= {"ids": ids, "weights": weights}
+        inputs = {"x": x, "y": y, "out": torch.zeros_like(x), "add": x + 1}
+        inputs |= {"ids": ids, "weights": weights}
 
         def call(t: Tensors) -> list[torch.Tensor]:
             handle = op.dispatch(t["x"], t["ids"], t["weights"]).handle
@@ -78,16 +78,16 @@ def low_latency(group: weft.Group, **options: Any) -> Iterator[tuple[Tensors, Ca
                 op.combine(y, ids, weights, handle)
                 raise
 
-        yield given, call
+        yield inputs, call
 
 
 def all_reduce(group: weft.Group, backend: str) -> Iterator[tuple[Tensors, Call]]:
     rows = [draw(group, COUNT, HIDDEN, seed=seed).bfloat16() for seed in range(5)]
-    given = dict(zip(("x", "out", "residual_out", "norm_out"), rows, strict=False))
+    inputs = dict(zip(("x", "out", "residual_out", "norm_out"), rows, strict=False))
     generator = torch.Generator().manual_seed(3)
     shared = torch.randn((COUNT + 1, HIDDEN), generator=generator).bfloat16()
-    given |= {"residual": shared[:COUNT], "weight": shared[COUNT]}
-    given |= {"quant_out": rows[0].to(torch.float8_e4m3fn), "scale_out": torch.zeros(COUNT, 2)}
+    inputs |= {"residual": shared[:COUNT], "weight": shared[COUNT]}
+    inputs |= {"quant_out": rows[0].to(torch.float8_e4m3fn), "scale_out": torch.zeros(COUNT, 2)}
     with weft.AllReduce(group, max_tokens=MOST, hidden=HIDDEN) as op:
 
         def call(t: Tensors) -> list[torch.Tensor]:
@@ -95,28 +95,28 @@ def all_reduce(group: weft.Group, backend: str) -> Iterator[tuple[Tensors, Call]
             outs = (reduced.out, reduced.residual, reduced.norm, reduced.quant, reduced.scale)
             return [each.view(torch.uint8).clone() for each in outs if each is not None]
 
-        yield given, call
+        yield inputs, call
 
 
 def layer(group: weft.Group, mode: str) -> Iterator[tuple[Tensors, Call]]:
     x, ids, weights = (each[:COUNT] for each in tokens(group))
     config = MoEConfig(HIDDEN, 128, Routing(EXPERTS, TOP_K))
     with weft.MoE(group, config, experts(group, fp8=False), max_tokens=MOST, mode=mode) as op:
-        given = {"x": x, "out": torch.zeros_like(x), "ids": ids, "weights": weights}
+        inputs = {"x": x, "out": torch.zeros_like(x), "ids": ids, "weights": weights}
 
         def call(t: Tensors) -> list[torch.Tensor]:
             routed: dict[str, Any] = {"topk_ids": t["ids"], "topk_weights": t["weights"]}
             return [op(t["x"], **routed, out=t["out"]).clone()]
 
-        yield given, call
+        yield inputs, call
 
 
 def gemm(group: weft.Group) -> Iterator[tuple[Tensors, Call]]:
     a, b = draw(group, 8, 128).bfloat16(), draw(group, 2, 128, 128, seed=1).bfloat16()
     counts, offsets = torch.tensor([5, 3]).int(), torch.tensor([0, 5, 8]).int()
-    given = {"a": a, "b": b, "counts": counts, "offsets": offsets}
-    given |= {"bias": draw(group, 2, 128, seed=2), "out": torch.zeros(8, 128).bfloat16()}
-    yield given, lambda t: [grouped_gemm(**t).clone()]  # type: ignore
+    inputs = {"a": a, "b": b, "counts": counts, "offsets": offsets}
+    inputs |= {"bias": draw(group, 2, 128, seed=2), "out": torch.zeros(8, 128).bfloat16()}
+    yield inputs, lambda t: [grouped_gemm(**t).clone()]  # type: ignore
 
 
 def fusion(group: weft.Group) -> Iterator[tuple[Tensors, Call]]:
@@ -126,14 +126,14 @@ def fusion(group: weft.Group) -> Iterator[tuple[Tensors, Call]]:
     ) as workspace:  # fmt: skip
         rows = [draw(group, COUNT, HIDDEN, seed=seed).bfloat16() for seed in range(4)]
         names = ("input", "residual_in", "residual_out", "norm_out")
-        given = dict(zip(names, rows, strict=True))
-        given |= {"rms_gamma": torch.ones(HIDDEN).bfloat16()}
+        inputs = dict(zip(names, rows, strict=True))
+        inputs |= {"rms_gamma": torch.ones(HIDDEN).bfloat16()}
 
         def call(t: Tensors) -> list[torch.Tensor]:
             flashinfer.allreduce_fusion(workspace=workspace, pattern=1, **t)  # type: ignore
             return [t["residual_out"].clone(), t["norm_out"].clone()]
 
-        yield given, call
+        yield inputs, call
 
 
 def flashinfer_moe(group: weft.Group) -> Iterator[tuple[Tensors, Call]]:
@@ -144,7 +144,7 @@ def flashinfer_moe(group: weft.Group) -> Iterator[tuple[Tensors, Call]]:
     sizes: dict[str, Any] = {"hidden_size": HIDDEN, "group": group}
     with flashinfer.MoeAlltoAll(Mapping(), MOST, TOP_K, EXPERTS, **sizes) as op:
         y = draw(group, group.size, MOST, HIDDEN, seed=4).bfloat16()
-        given = {"x": x, "ids": ids.int(), "payload": y, "output": torch.zeros_like(x)}
+        inputs = {"x": x, "ids": ids.int(), "payload": y, "output": torch.zeros_like(x)}
 
         def call(t: Tensors) -> list[torch.Tensor]:
             op.dispatch(t["ids"], [t["x"], weights], MOST)
@@ -154,14 +154,14 @@ def flashinfer_moe(group: weft.Group) -> Iterator[tuple[Tensors, Call]]:
                 op.combine(y, MOST)
                 raise
 
-        yield given, call
+        yield inputs, call
 
 
 def buffer(group: weft.Group) -> Iterator[tuple[Tensors, Call]]:
     x, ids, weights = (each[:COUNT] for each in tokens(group))
     op = deep_ep.Buffer(group, low_latency_mode=True)
     y = draw(group, EXPERTS // group.size, group.size * MOST, HIDDEN, seed=4).bfloat16()
-    given = {"x": x, "y": y, "out": torch.zeros_like(x), "ids": ids, "weights": weights}
+    inputs = {"x": x, "y": y, "out": torch.zeros_like(x), "ids": ids, "weights": weights}
 
     def call(t: Tensors) -> list[torch.Tensor]:
         sent: dict[str, Any] = {"use_fp8": False}
@@ -173,7 +173,7 @@ def buffer(group: weft.Group) -> Iterator[tuple[Tensors, Call]]:
             op.low_latency_combine(y, ids, weights, handle)
             raise
 
-    yield given, call
+    yield inputs, call
     op.destroy()
 
 
@@ -196,9 +196,9 @@ def played(group: weft.Group, name: str, seed: int, draws: int) -> tuple[int, in
     """Return the numbers of refused and of correct calls."""
     chance = random.Random(f"{name} {seed}")
     refused = right = 0
-    for given, call in CASES[name](group):
+    for inputs, call in CASES[name](group):
         for number in range(draws):
-            laid = share(chance, given)
+            laid = share(chance, inputs)
             expected = call({key: value.clone() for key, value in laid.items()})
             try:
                 results = call(laid)

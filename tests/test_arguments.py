@@ -136,14 +136,14 @@ def called_alltoall(group: weft.Group) -> None:
             "stats": TENSOR,
             "rows": listed(*WHOLE, 0, -1, TOKENS - 1, 9).optional(),
         }
-        given = {**good, "num_tokens": count, "stats": stats}
-        tried(Row(a2a.dispatch, given, kinds))
-        tried(Row(a2a.dispatch_send, given, kinds))
+        kwargs = {**good, "num_tokens": count, "stats": stats}
+        tried(Row(a2a.dispatch, kwargs, kinds))
+        tried(Row(a2a.dispatch_send, kwargs, kinds))
         tried(Row(a2a.output, {}, {"rows": listed(*WHOLE, 0, -1, 9).optional()}))
         tried(Row(a2a.global_ids, {"local_ids": ids}, {"local_ids": THING}))
         tried(Row(a2a.history, {"rank": 0}, {"rank": RANK}))
         tried(Row(a2a.timeline, {"rank": 0}, {"rank": RANK}))
-        a2a.dispatch(**given)
+        a2a.dispatch(**kwargs)
         result = {"y": a2a.output().clone(), "out": torch.zeros_like(x), "add": x}
         back = {name: TENSOR.optional() for name in result}
         tried(Row(a2a.combine, result, back))
@@ -185,7 +185,7 @@ def called_low_latency(group: weft.Group) -> None:
         paths = listed(7, True, [], b"x", torch.zeros(2))
         tried(Row(a2a.dump_trace, {"path": "trace.json"}, {"path": paths}))
         handle = a2a.dispatch(x, ids).handle
-        given = {
+        kwargs = {
             **{"y": y, "topk_ids": ids, "topk_weights": weights, "handle": handle},
             **{"out": torch.zeros_like(x), "add": x},
         }
@@ -197,9 +197,9 @@ def called_low_latency(group: weft.Group) -> None:
             "out": TENSOR.optional(),
             "add": TENSOR.optional(),
         }
-        tried(Row(a2a.combine, given, back))
-        tried(Row(a2a.combine_send, given, back))
-        a2a.combine(**given)
+        tried(Row(a2a.combine, kwargs, back))
+        tried(Row(a2a.combine_send, kwargs, back))
+        a2a.combine(**kwargs)
         a2a.check()
         assert torch.equal(whole(), before)
         group.barrier()
@@ -219,12 +219,12 @@ def sized_all_reduce(group: weft.Group) -> None:
         **TIMES,
         "programmatic_launch": FLAG,
     }
-    given = {"group": group, "max_tokens": 8, "hidden": HIDDEN}
-    tried(Row(weft.AllReduce, given, kinds))
+    passed = {"group": group, "max_tokens": 8, "hidden": HIDDEN}
+    tried(Row(weft.AllReduce, passed, kinds))
     names = ("max_tokens", "hidden", "dtype", "epilogue_at", "missing")
     sizes = {"ranks": listed(*WHOLE, 0, -1, 73), **{name: kinds[name] for name in names}}
-    given = {"ranks": 2, "max_tokens": 8, "hidden": HIDDEN}
-    tried(Row(weft.AllReduce.memory_bytes, given, sizes, {"ranks": "ranks"}))
+    passed = {"ranks": 2, "max_tokens": 8, "hidden": HIDDEN}
+    tried(Row(weft.AllReduce.memory_bytes, passed, sizes, {"ranks": "ranks"}))
     tried(
         Row(
             weft.FP8Group,
@@ -240,12 +240,12 @@ def called_all_reduce(group: weft.Group) -> None:
     with weft.AllReduce(group, max_tokens=8, hidden=HIDDEN) as reduce:
 
         def whole() -> torch.Tensor:
-            found = reduce.fused(x, residual=residual, weight=weight).norm
-            assert found is not None
-            return found
+            result = reduce.fused(x, residual=residual, weight=weight).norm
+            assert result is not None
+            return result
 
         before = whole()
-        wanted = Kind(lambda good: [v for v in TENSOR.values(good) if v is not True], none=True)
+        expected = Kind(lambda good: [v for v in TENSOR.values(good) if v is not True], none=True)
         kinds: dict[str, Kind] = {
             "x": TENSOR,
             "residual": TENSOR,
@@ -254,23 +254,23 @@ def called_all_reduce(group: weft.Group) -> None:
             "weight_bias": REAL,
             "quant": THING.optional(),
             "prologue": THING.optional(),
-            "out": wanted,
-            "residual_out": wanted,
-            "norm_out": wanted,
-            "quant_out": wanted,
-            "scale_out": wanted,
+            "out": expected,
+            "residual_out": expected,
+            "norm_out": expected,
+            "quant_out": expected,
+            "scale_out": expected,
             "backend": listed("nope", 3, True, ["auto"], {}, torch.zeros(2), None, "oneshot "),
         }
         scale = weft.FP8Group(128)
-        given = {
+        kwargs = {
             **{"x": x, "residual": residual, "weight": weight, "eps": 1e-6, "weight_bias": 0.0},
             **{"out": torch.zeros_like(x), "residual_out": torch.zeros_like(x)},
             **{"norm_out": torch.zeros_like(x), "quant": scale, "backend": "auto"},
             "quant_out": torch.zeros(x.shape, dtype=torch.float8_e4m3fn),
             "scale_out": torch.zeros((TOKENS, 1)),
         }
-        reduce.fused(**given)  # so that the repeated form of this call is kept
-        row = Row(reduce.fused, given, kinds)
+        reduce.fused(**kwargs)  # so that the repeated form of this call is kept
+        row = Row(reduce.fused, kwargs, kinds)
         tried(row)
         for name in ("rows", "index", "scales", "shared"):
             parts = {
@@ -346,8 +346,8 @@ def meetings(group: weft.Group) -> None:
     tried(Row(group.agree, {"value": 1, "what": "it"}, {"value": values.optional(), "what": TEXT}))
     fds = listed(*WHOLE, -1, 10**6)
     with open(os.devnull) as file:
-        given = {"fd": file.fileno()}
-        tried(Row(group.exchange_fds, given, {"fd": fds, "timeout": times}))
+        passed = {"fd": file.fileno()}
+        tried(Row(group.exchange_fds, passed, {"fd": fds, "timeout": times}))
     tried(Row(group.abort, {"why": "it"}, {"why": TEXT}))
     sizes = listed(*WHOLE, 0, -1)
     tried(Row(weft.Heap.create, {"group": group, "size": 1 << 16}, {"group": THING, "size": sizes}))
@@ -362,8 +362,8 @@ def meetings(group: weft.Group) -> None:
             "rank": RANK,
             "stride": listed("8", 7.0, [1.5], [True], [-8], [1, 1]).optional(),
         }
-        given = {"shape": (8,), "dtype": torch.int32, "offset": 0}
-        tried(Row(heap.tensor, given, kinds))
+        passed = {"shape": (8,), "dtype": torch.int32, "offset": 0}
+        tried(Row(heap.tensor, passed, kinds))
         assert heap.tensor((8,), torch.int32).tolist() == [0] * 8
         group.barrier()
     assert group.all_gather(group.rank) == list(range(group.size))

@@ -36,8 +36,8 @@ def test_bench_moe_with_every_option(weft_command, threads, tmp_path):
         assert text in shown, text
     data = json.loads(full.read_text())
     assert data["operator"] == "moe"
-    assert [found["tokens"] for found in data["results"]] == [1, 8]
-    assert [found["facts"]["max_tokens"] for found in data["results"]] == [8, 8]
+    assert [result["tokens"] for result in data["results"]] == [1, 8]
+    assert [result["facts"]["max_tokens"] for result in data["results"]] == [8, 8]
     assert data["machine"]["torch"] == torch.__version__
     assert data["machine"]["weft"] == describe_code(), "of what code these figures are"
     peers = {run["name"]: run["status"] for run in data["peers"]}
@@ -172,9 +172,9 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_version_needs_no_torch(weft_command):
     words = f"weft {weft.__version__}, torch {version('torch')}\n"
-    found = _python("-X", "importtime", "-m", "weft", "--version")
-    assert found.stdout == words
-    loaded = {line.rpartition("|")[2].strip() for line in found.stderr.splitlines()}
+    result = _python("-X", "importtime", "-m", "weft", "--version")
+    assert result.stdout == words
+    loaded = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert "weft" in loaded
     assert not loaded & {"torch", "numpy", "typer", "rich", "weft.cli.commands"}
     assert weft_command("--version", "bench")[:2] == (0, words)

@@ -93,31 +93,31 @@ def differ(got: Results, want: Results) -> list[int]:
 
 def differing(group: weft.Group, names: list[str], device: str) -> dict[str, list[list[int]]]:
     """Return the results that differ under other defaults, and in and around inference mode."""
-    found: dict[str, list[list[int]]] = {}
+    result: dict[str, list[list[int]]] = {}
     for name in names:
         plain = MODES[name](group)
         want = plain.call()
-        found[name] = []
+        result[name] = []
         for state in STATES.values():
             with state():
-                found[name].append(differ(plain.call(), want))
+                result[name].append(differ(plain.call(), want))
         plain.give_back()
         with torch.autocast("cpu", torch.bfloat16):
             made = MODES[name](group)
-            found[name].append(differ(made.call(), want))
+            result[name].append(differ(made.call(), want))
         made.give_back()
         for dtype in DTYPES:
             with defaults(device, dtype):
                 made = MODES[name](group)
                 got = made.call()
                 made.give_back()
-            found[name].append(differ(got, want))
+            result[name].append(differ(got, want))
         with torch.inference_mode():
             made = MODES[name](group)
             first = made.call()
-        found[name] += [differ(first, want), differ(made.call(), want)]
+        result[name] += [differ(first, want), differ(made.call(), want)]
         made.give_back()
-    return found
+    return result
 
 
 def meet_and_abort(group: weft.Group) -> tuple[list[Any], str]:
@@ -161,30 +161,30 @@ def meanings() -> Results:
     returned = weft.reference.identity_round_trip(
         xs[0], ids[0], None, placement, ranks=2, combine_dtype="fp8"
     )
-    found = [received.x, received.ids, received.weights, received.counts, loads, y, returned]
+    result = [received.x, received.ids, received.weights, received.counts, loads, y, returned]
     for word in ("fp8", "mxfp8"):
-        found += weft.reference.quantize(xs[0], word)
+        result += weft.reference.quantize(xs[0], word)
     for scale in ("fp32_row", "ue8m0"):
         low = reference_lowlatency.dispatch(xs, ids, placement, rank=0, max_tokens=8, scale=scale)
-        found += [
+        result += [
             t for t in (low.x, low.scales, low.counts, low.source, low.ranges) if t is not None
         ]
     rows = xs[0][:, None].expand(-1, TOP_K, -1)
     for reduce in ("receiver", "sender"):
-        found.append(reference_lowlatency.combine(rows, ids[0], None, placement, reduce=reduce))
+        result.append(reference_lowlatency.combine(rows, ids[0], None, placement, reduce=reduce))
     size = min(map(len, xs))
     parts, weight = [x[:size] for x in xs], xs[1][0].abs()
     for quant in (None, weft.FP8Token(), weft.FP8Group(128), weft.FP8Group(128, scale="ue8m0")):
         sums = weft.reference.allreduce_fused(parts, parts[0], weight, quant=quant)
-        found += [t for t in (sums.out, sums.residual, sums.norm, sums.quant, sums.scale)
+        result += [t for t in (sums.out, sums.residual, sums.norm, sums.quant, sums.scale)
                   if t is not None]  # fmt: skip
-    found.append(weft.reference.finalize_moe(weft.MoEFinalize(xs[0], ids[1].int() % size)))
+    result.append(weft.reference.finalize_moe(weft.MoEFinalize(xs[0], ids[1].int() % size)))
     made = [Expert.seeded(CONFIG, e) for e in range(EXPERTS)]
     stacked = ExpertWeights.stack(CONFIG, made)
     blocks = stacked.to_fp8()
-    found += copies(blocks.gate_up, blocks.down, blocks.gate_up_scale, blocks.down_scale)
+    result += copies(blocks.gate_up, blocks.down, blocks.gate_up_scale, blocks.down_scale)
     shared = FP8Expert.from_expert(made[0])(xs[0])
-    found.append(
+    result.append(
         weft.reference.moe_layer(
             xs[0], ids[0], weights[0], stacked.gate_up, stacked.down, shared=shared,
             placement=placement,
@@ -197,9 +197,9 @@ def meanings() -> Results:
             xs[0][:, :EXPERTS], torch.eye(EXPERTS, dtype=torch.float32, device=CPU)
         )
         few = torch.tensor([3], dtype=torch.int32, device=CPU)
-        given = correction if routing.correction else None
-        found += route(routing, logits, correction=given, num_tokens=few)
-    return found
+        inputs = correction if routing.correction else None
+        result += route(routing, logits, correction=inputs, num_tokens=few)
+    return result
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -227,5 +227,5 @@ def test_no_object_depends_on_torchs_defaults_or_inference_mode(
     ranks: Callable[..., Any], family: str, device: str, default: str
 ) -> None:
     names = [name for name in MODES if name.split()[0] == family]
-    for found in ranks(2, device)(differing, names, default, timeout=900.0):
-        assert found == {name: [[]] * (len(STATES) + 1 + len(DTYPES) + 2) for name in names}
+    for result in ranks(2, device)(differing, names, default, timeout=900.0):
+        assert result == {name: [[]] * (len(STATES) + 1 + len(DTYPES) + 2) for name in names}

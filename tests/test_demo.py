@@ -104,8 +104,8 @@ def test_survivors_continue_and_answer_for_the_dead(victim):
 def test_the_kill_command_ends_as_the_outcome_says(weft_command, monkeypatch):
     texts = [" " + each.answer for each in ASKED[:3]]
     prefix = texts[0][:5]
-    found = demo_kill.Survivor(dict(enumerate(texts)), 9, 4, prefix, (1,), 0.02, 0.1)
-    outcome = demo_kill.Outcome(ASKED[:3], _answers(texts), [found, None])
+    result = demo_kill.Survivor(dict(enumerate(texts)), 9, 4, prefix, (1,), 0.02, 0.1)
+    outcome = demo_kill.Outcome(ASKED[:3], _answers(texts), [result, None])
     monkeypatch.setattr(demo_kill, "run", lambda ranks, device, victim: outcome)
     kill = ("demo", "--ranks", "2", "--device", "cpu", "--kill")
     code, out, err = weft_command(*kill, "1")
@@ -113,7 +113,7 @@ def test_the_kill_command_ends_as_the_outcome_says(weft_command, monkeypatch):
     text = " ".join(out.split())
     for piece in ("[rank 1 is killed]", "after token 4", "in 20 ms", "token 100 ms", "3 of 3"):
         assert piece in text
-    for bad in (replace(found, dead=(0, 1)), replace(found, texts={0: texts[1]})):
+    for bad in (replace(result, dead=(0, 1)), replace(result, texts={0: texts[1]})):
         outcome = replace(outcome, ranks=[bad, None])
         code, out, _ = weft_command(*kill, "1")
         assert code == 1

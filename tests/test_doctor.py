@@ -57,7 +57,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(doctor, "ask_nvidia_smi", lambda *arguments: TOPOLOGY)
     monkeypatch.setattr(doctor, "driver_version", lambda: "580.159")
     monkeypatch.setattr(doctor, "_exports", lambda device: True)
-    monkeypatch.setattr(doctor, "launch", lambda *given, **options: None)
+    monkeypatch.setattr(doctor, "launch", lambda *inputs, **options: None)
     return monkeypatch
 
 
@@ -66,25 +66,25 @@ def _examined() -> dict[str, Finding]:
 
 
 def test_a_machine_with_gpus(gpus):
-    found = _examined()
-    assert "loads on 2 GPUs" in found["NVRTC sm_90a"].detail
-    assert found["cuda:1"].detail == "NVIDIA H200, 140 GiB, sm_90, driver 580.159"
-    assert found["peer access"].detail == "every pair"
-    assert found["NVLink"].detail == "NV18"
-    assert found["POSIX fd handles"].detail == "every GPU"
+    result = _examined()
+    assert "loads on 2 GPUs" in result["NVRTC sm_90a"].detail
+    assert result["cuda:1"].detail == "NVIDIA H200, 140 GiB, sm_90, driver 580.159"
+    assert result["peer access"].detail == "every pair"
+    assert result["NVLink"].detail == "NV18"
+    assert result["POSIX fd handles"].detail == "every GPU"
     on_gpus = ("NVRTC sm_90a", "cuda:0", "peer access", "NVLink", "POSIX fd handles")
-    assert {found[name].status for name in on_gpus} == {"ok"}
+    assert {result[name].status for name in on_gpus} == {"ok"}
 
 
 def test_gpu_problems_are_reported(gpus):
     gpus.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
     gpus.setattr(_Module, "refused", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION (222)")
     gpus.setattr(doctor, "_exports", lambda device: device == 0)
-    found = _examined()
-    assert found["NVRTC sm_90a"].status == "fail"
-    assert "trial kernel on cuda:0" in found["NVRTC sm_90a"].detail
-    assert (found["peer access"].status, found["peer access"].detail) == ("fail", "denied: 1->0")
-    handles = found["POSIX fd handles"]
+    result = _examined()
+    assert result["NVRTC sm_90a"].status == "fail"
+    assert "trial kernel on cuda:0" in result["NVRTC sm_90a"].detail
+    assert (result["peer access"].status, result["peer access"].detail) == ("fail", "denied: 1->0")
+    handles = result["POSIX fd handles"]
     assert (handles.status, handles.detail) == ("fail", "not on cuda:1")
 
 
@@ -102,17 +102,17 @@ def test_gpu_problems_are_reported(gpus):
 )
 def test_gpus_without_nvlink_are_not_ok(gpus, topology, detail):
     gpus.setattr(doctor, "ask_nvidia_smi", lambda *arguments: topology)
-    found = _examined()["NVLink"]
-    assert (found.status, found.detail) == ("warn", detail)
-    assert found.remedy
+    result = _examined()["NVLink"]
+    assert (result.status, result.detail) == ("warn", detail)
+    assert result.remedy
 
 
 @pytest.mark.parametrize("works", [True, False])
 def test_gpus_say_how_far_their_memory_reaches(gpus, works):
     gpus.setattr(doctor, "fabric_works", lambda device: works)
-    found = _examined()["NVLink domain"]
-    assert found.status == "ok"
-    assert ("of one host: no fabric handle", "of all hosts that it joins")[works] in found.detail
+    result = _examined()["NVLink domain"]
+    assert result.status == "ok"
+    assert ("of one host: no fabric handle", "of all hosts that it joins")[works] in result.detail
 
 
 def test_an_error_is_a_finding_and_later_checks_run(gpus):
@@ -120,14 +120,14 @@ def test_an_error_is_a_finding_and_later_checks_run(gpus):
         raise RuntimeError("CUDA error: device busy")
 
     gpus.setattr(torch.cuda, "synchronize", refuses)
-    found = _examined()
-    assert (found["NVRTC sm_90a"].status, found["cuda:0"].status) == ("fail", "ok")
-    assert "device busy" in found["NVRTC sm_90a"].detail
+    result = _examined()
+    assert (result["NVRTC sm_90a"].status, result["cuda:0"].status) == ("fail", "ok")
+    assert "device busy" in result["NVRTC sm_90a"].detail
     gpus.setattr(doctor, "_exports", refuses)
-    found = _examined()
-    assert (found["peer access"].status, found["examination"].status) == ("ok", "fail")
-    assert "device busy" in found["examination"].detail
-    assert "cache" in found
+    result = _examined()
+    assert (result["peer access"].status, result["examination"].status) == ("ok", "fail")
+    assert "device busy" in result["examination"].detail
+    assert "cache" in result
 
 
 def test_the_driver_has_what_the_doctor_asks():
@@ -140,9 +140,9 @@ def test_the_driver_has_what_the_doctor_asks():
 
 def test_this_machine(weft_command):
     code, out, _ = weft_command("doctor", "--json")
-    found = json.loads(out)
-    names = {finding["name"]: finding["status"] for finding in found["findings"]}
-    assert code == (found["status"] == "fail")
+    result = json.loads(out)
+    names = {finding["name"]: finding["status"] for finding in result["findings"]}
+    assert code == (result["status"] == "fail")
     for name in ("python", "torch", "C++ compiler", "CPU ranks", "cache"):
         assert names[name] == "ok", name
 
@@ -152,11 +152,11 @@ def test_problems_are_reported_with_the_fix(weft_command, monkeypatch, tmp_path)
     (tmp_path / "open").mkdir(mode=0o777)
     (tmp_path / "open").chmod(0o777)
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "open"))
-    monkeypatch.setattr(doctor, "launch", lambda *given, **options: None)
-    found = _examined()
-    assert "chmod 700" in found["cache"].detail
-    assert "no-such-compiler" in found["C++ compiler"].detail
-    assert found["C++ compiler"].status == ("warn" if torch.cuda.is_available() else "fail")
+    monkeypatch.setattr(doctor, "launch", lambda *inputs, **options: None)
+    result = _examined()
+    assert "chmod 700" in result["cache"].detail
+    assert "no-such-compiler" in result["C++ compiler"].detail
+    assert result["C++ compiler"].status == ("warn" if torch.cuda.is_available() else "fail")
     code, out, _ = weft_command("doctor")
     assert code == 1
     assert "not ready for" in out
@@ -197,17 +197,17 @@ def of_alice(monkeypatch, tmp_path):
 
 
 def test_the_report_has_what_a_bug_report_needs(of_alice):
-    found = report.report(FOUND)
-    assert found["environment"] == {
+    result = report.report(FOUND)
+    assert result["environment"] == {
         "CXX": "/opt/(host)/(user)/g++",
         "MASTER_ADDR": "(set)",
         "TMPDIR": "~/(user)_scratch",
         "WORLD_SIZE": "4",
     }
-    assert found["packages"]["torch"] == version("torch")
-    assert found["system"]["links"].startswith("\tGPU0\tGPU1")
-    assert "Legend" not in found["system"]["links"]
-    assert found["weft"]["version"]
+    assert result["packages"]["torch"] == version("torch")
+    assert result["system"]["links"].startswith("\tGPU0\tGPU1")
+    assert "Legend" not in result["system"]["links"]
+    assert result["weft"]["version"]
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])

@@ -42,10 +42,10 @@ def install(folder: Path, name: str, version: str, summary: str = "") -> None:
 def test_a_foreign_distribution_is_found_and_reported(foreign: Path) -> None:
     install(foreign, "weft", "1.2", FRAMEWORK)
     assert distribution.foreign_parts() == [f"the distribution weft 1.2 ({FRAMEWORK})"]
-    (found,) = [each for each in basic_lines() if each[0] == "the name weft"]
-    assert found[1] == "warn"
-    assert FRAMEWORK in found[2]
-    assert "pip uninstall weft" in found[3]
+    (result,) = [each for each in basic_lines() if each[0] == "the name weft"]
+    assert result[1] == "warn"
+    assert FRAMEWORK in result[2]
+    assert "pip uninstall weft" in result[3]
 
 
 def test_an_earlier_distribution_of_this_project_is_not(foreign: Path) -> None:
@@ -135,10 +135,10 @@ def test_the_command_works_whatever_torch_is_installed(kind: str, tmp_path: Path
     else:
         (tmp_path / "torch.py").write_text(module)
     code, out, err = python(tmp_path, "-m", "weft", "doctor", "--json")
-    (found,) = [each for each in json.loads(out)["findings"] if each["name"] == "torch"]
-    assert (code, found["status"], "Traceback" in err) == (1, "fail", False)
-    assert text in f"{found['detail']} {found['remedy']}"
-    assert "'torch>=2.8'" in found["remedy"]
+    (result,) = [each for each in json.loads(out)["findings"] if each["name"] == "torch"]
+    assert (code, result["status"], "Traceback" in err) == (1, "fail", False)
+    assert text in f"{result['detail']} {result['remedy']}"
+    assert "'torch>=2.8'" in result["remedy"]
     code, out, err = python(tmp_path, "-m", "weft", "demo")
     assert (code, out, len(err.splitlines())) == (1, "", 1)
     assert text in err
@@ -226,16 +226,16 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel):
     assert {".py", ".cuh", ".hpp", ".cpp"} <= {Path(name).suffix for name in inside}
     assert "weft/py.typed" in inside
     assert "weft = weft.__main__:main" in entry_points
-    found = metadata(wheel)
+    result = metadata(wheel)
     for field, value in (
         ("Name", "weft-moe"),
         ("License-Expression", "Apache-2.0"),
         ("Author", "weft developers"),
         ("Description-Content-Type", "text/markdown"),
     ):
-        assert found[field] == value
+        assert result[field] == value
     extras = ["checkpoint", "dev", "docs", "gpu", "plot", "transformers"]
-    assert found.get_all("Provides-Extra") == extras
+    assert result.get_all("Provides-Extra") == extras
 
 
 def test_the_readme_of_the_wheel_has_no_broken_link(wheel):

@@ -27,28 +27,28 @@ def kept() -> list[str]:
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
     gc.set_debug(0)
-    found = [
+    result = [
         type(each).__qualname__
         for each in gc.garbage
         if type(each).__module__.startswith("weft") or isinstance(each, torch.Tensor)
     ]
     gc.garbage.clear()
-    return found
+    return result
 
 
 def reached(what: Any) -> int:
     """Return the bytes of tensors that an object still holds, except for its arguments."""
-    given = [getattr(what, name, None) for name in ("_weights", "_shared", "correction")]
-    seen, found, todo = {id(each) for each in given}, {}, [what]
+    inputs = [getattr(what, name, None) for name in ("_weights", "_shared", "correction")]
+    seen, result, todo = {id(each) for each in inputs}, {}, [what]
     while todo:
         each = todo.pop()
         if isinstance(each, torch.Tensor):
             storage = each.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            result[storage.data_ptr()] = storage.nbytes()
         if id(each) not in seen and not isinstance(each, Apart):
             seen.add(id(each))
             todo += gc.get_referents(each)
-    return sum(found.values())
+    return sum(result.values())
 
 
 def live_and_let_go(group: weft.Group, name: str) -> None:

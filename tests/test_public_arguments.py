@@ -63,16 +63,16 @@ def calls() -> Iterator[tuple[str, Any]]:
     """Yield every public function, constructor and method that takes arguments, by name."""
     for module in MODULES:
         for name in module.__all__:
-            found = getattr(module, name)
-            if name == "errors" or not callable(found):
+            result = getattr(module, name)
+            if name == "errors" or not callable(result):
                 continue
-            if not inspect.isclass(found):
-                yield name, found
+            if not inspect.isclass(result):
+                yield name, result
                 continue
             if name not in RESULTS:
-                yield name, found
-            for attribute, member in inspect.getmembers(found):
-                own = any(attribute in vars(base) for base in found.__mro__ if _ours(base))
+                yield name, result
+            for attribute, member in inspect.getmembers(result):
+                own = any(attribute in vars(base) for base in result.__mro__ if _ours(base))
                 named = attribute == "__call__" or attribute[0] != "_"
                 if own and callable(member) and named and not is_internal(member):
                     yield f"{name}.{attribute}", member
@@ -84,16 +84,16 @@ def _ours(base: type) -> bool:
 
 def passed_on() -> set[str]:
     """Return the calls that rows of the tables hold without naming them."""
-    found = set()
+    result = set()
     for table in TABLES:
         tree = ast.parse((Path(__file__).parent / table).read_text())
         called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and id(node) not in called:
-                found.add(node.attr)
+                result.add(node.attr)
             elif isinstance(node, ast.Name) and id(node) not in called:
-                found.add(node.id)
-    return found
+                result.add(node.id)
+    return result
 
 
 def test_every_public_call_has_its_row():

@@ -21,8 +21,8 @@ from weft.allreduce.call import FP8Token, Quant
 def make(group: weft.Group, tokens: int, case: Sum, **changes: object) -> weft.AllReduce:
     sizes = {"max_tokens": tokens, "hidden": case.hidden, "dtype": case.dtype}
     patient = {"timeout": 600.0, "first_timeout": 600.0}
-    given: dict[str, Any] = sizes | {"epilogue_at": case.epilogue_at} | patient | changes
-    return weft.AllReduce(group, **given)
+    kwargs: dict[str, Any] = sizes | {"epilogue_at": case.epilogue_at} | patient | changes
+    return weft.AllReduce(group, **kwargs)
 
 
 def epilogues(group: weft.Group, case: Sum, sizes: tuple[int, ...]) -> None:
@@ -244,10 +244,10 @@ def every_call(
     xs = [case.rows(r, device) for r in ranks]
     residual, weight = case.shared(device, rank)
     same(ar.fused(xs[rank], backend=backend), weft.reference.allreduce_fused(xs))
-    wanted = weft.reference.allreduce_fused(xs, residual, weight)
+    expected = weft.reference.allreduce_fused(xs, residual, weight)
     x, kept = xs[rank].clone(), residual.clone()
     over: dict[str, Any] = {"residual_out": kept, "norm_out": x} if in_place else {}
-    same(ar.fused(x, residual=kept, weight=weight, **over, backend=backend), wanted)
+    same(ar.fused(x, residual=kept, weight=weight, **over, backend=backend), expected)
     made = [expert_rows(case, r, device) for r in ranks]
     xs = [weft.reference.finalize_moe(m) for m in made]
     shared = made[rank].shared

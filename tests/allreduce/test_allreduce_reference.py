@@ -16,8 +16,8 @@ from weft.allreduce.reference import pack_ue8m0, quantize_norm, round_to, to_e4m
 CPU = torch.device("cpu")
 
 
-def fused(*given: Any) -> Any:
-    return reference.allreduce_fused(*given)
+def fused(*args: Any) -> Any:
+    return reference.allreduce_fused(*args)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -87,14 +87,14 @@ def test_one_scale_for_a_row():
     reciprocal = torch.tensor(1 / 448, dtype=torch.float32)
     whole = torch.cat((norm[:2], norm[4:])).float()
     amax = whole.abs().amax(dim=1, keepdim=True)
-    wanted = (amax * reciprocal).clamp(min=2.0**-9 / 448)
-    found = torch.cat((q[:2], q[4:])).view(torch.uint8)
-    assert torch.equal(torch.cat((scale[:2], scale[4:])), wanted)
-    theirs = (whole / wanted).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    assert torch.equal(found, theirs)
+    expected = (amax * reciprocal).clamp(min=2.0**-9 / 448)
+    result = torch.cat((q[:2], q[4:])).view(torch.uint8)
+    assert torch.equal(torch.cat((scale[:2], scale[4:])), expected)
+    theirs = (whole / expected).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(result, theirs)
     exact = amax / torch.full_like(amax, 448.0)
     other = (whole / exact).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    assert int((found != other).sum()) > 0  # or nothing here hangs on the scale's last place
+    assert int((result != other).sum()) > 0  # or nothing here hangs on the scale's last place
     fixed, same = quantize_norm(norm, FP8Static(torch.tensor([0.001])))
     assert fixed[0].float().abs().max() == 448
     assert same.item() == pytest.approx(0.001)

@@ -65,13 +65,13 @@ def overlaps() -> list[dict[str, object]]:
 
 def refuses(ar: weft.AllReduce) -> None:
     """Assert that each invalid call raises its text."""
-    for name, given, text in calls():
+    for name, kwargs, text in calls():
         with pytest.raises(InvalidArgument) as caught:
-            ar.fused(**given)  # type: ignore[arg-type]
+            ar.fused(**kwargs)  # type: ignore[arg-type]
         assert text in str(caught.value), name
-    for given in overlaps():
+    for kwargs in overlaps():
         with pytest.raises(InvalidArgument, match="overlaps"):
-            ar.fused(**given)  # type: ignore[arg-type]
+            ar.fused(**kwargs)  # type: ignore[arg-type]
     with pytest.raises(TokenOverflow, match="9 tokens in one call"):
         ar.fused(rows(9))
 

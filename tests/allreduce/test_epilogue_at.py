@@ -34,16 +34,16 @@ def captured(group: weft.Group) -> None:
         for backend in ("twoshot", "twoshot_bulk"):
             x = case.rows(group.rank, group.device)
             residual, weight = case.shared(group.device, group.rank)
-            given: dict[str, Any] = {
+            kwargs: dict[str, Any] = {
                 "residual": residual,
                 "weight": weight,
                 "quant": FP8Token(),
                 "norm_out": True,
             }
-            ar.fused(x, backend=backend, **given)
+            ar.fused(x, backend=backend, **kwargs)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                got = ar.fused(x, backend=backend, **given)
+                got = ar.fused(x, backend=backend, **kwargs)
             for seed in range(4):
                 drawn = case.next(seed=seed)
                 xs = [drawn.rows(rank, group.device) for rank in range(group.size)]

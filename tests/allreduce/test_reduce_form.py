@@ -31,8 +31,8 @@ def other_keys() -> dict[str, list[Key | None]]:
     index, scales = torch.zeros((4, 2), dtype=torch.int32), torch.ones(4, 2)
     said: tuple[Any, ...] = (True, False, torch.empty(4, 256, dtype=BF16))
 
-    def keys(*given: FusedCall, backend: str = "auto") -> list[Key | None]:
-        return [call.key(call.tensors(), backend, 0)[0] for call in given]
+    def keys(*inputs: FusedCall, backend: str = "auto") -> list[Key | None]:
+        return [call.key(call.tensors(), backend, 0)[0] for call in inputs]
 
     static, token = weft.FP8Static(torch.ones(1)), weft.FP8Token()
     call = FusedCall(
@@ -49,7 +49,7 @@ def other_keys() -> dict[str, list[Key | None]]:
         replace(moe, shared=None),
         replace(moe, routed_scaling_factor=2.5),
     ]
-    found = {
+    result = {
         "": keys(call),
         "x": keys(call._replace(x=rows(3)), call._replace(x=None)),
         "residual": keys(call._replace(residual=None)),
@@ -61,14 +61,14 @@ def other_keys() -> dict[str, list[Key | None]]:
         "backend": [key for name in BACKENDS for key in keys(call, backend=name)],
     }
     for name in OUTPUTS:
-        found[name] = keys(*(call._replace(**{name: each}) for each in said))
-    return found
+        result[name] = keys(*(call._replace(**{name: each}) for each in said))
+    return result
 
 
 def test_calls_that_differ_in_any_one_argument_never_share_an_entry():
-    found = other_keys()
-    assert set(found) == {"", "backend", *FusedCall._fields}
-    keys = [key for kind in found.values() for key in kind]
+    result = other_keys()
+    assert set(result) == {"", "backend", *FusedCall._fields}
+    keys = [key for kind in result.values() for key in kind]
     assert None not in keys
     assert len(set(keys)) == len(keys)
     again = [key for kind in other_keys().values() for key in kind]

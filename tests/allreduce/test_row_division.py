@@ -54,8 +54,8 @@ def test_every_pair_of_bfloat16_significands(library):
         x = torch.cat((x.flatten(), -x.flatten(), torch.tensor([0.0, -0.0]))).float()
         amax, x = (t.contiguous() for t in torch.meshgrid(amax, x, indexing="ij"))
         scale, quotient = divided(library, amax, x)
-        wanted = torch.maximum(amax * torch.tensor(1 / 448), torch.tensor(2.0**-9 / 448))
-        assert torch.equal(scale, wanted)
+        expected = torch.maximum(amax * torch.tensor(1 / 448), torch.tensor(2.0**-9 / 448))
+        assert torch.equal(scale, expected)
         there = x.abs() <= amax
         wrong = (quotient.view(torch.int32) != (x / scale).view(torch.int32)) & there
         assert int(wrong.sum()) == 0

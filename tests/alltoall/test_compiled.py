@@ -66,9 +66,9 @@ def exchanges_by_inductor(group: weft.Group) -> None:
     rank_rounds(group, INDUCTOR, ONCE)
     low_rounds(group, INDUCTOR, ("plain",), ONCE)
     layers(group, INDUCTOR, {"overlap": "shared_expert"}, ONCE)
-    given = Round((5, 3), top_k=3, experts=8, hidden=128).of(group.rank, group.device)[:3]
+    args = Round((5, 3), top_k=3, experts=8, hidden=128).of(group.rank, group.device)[:3]
     with weft.AllToAll(group, **SIZES, **PATIENT) as a2a:
-        same(compiled(late_reader, INDUCTOR)(a2a, *given), late_reader(a2a, *given))
+        same(compiled(late_reader, INDUCTOR)(a2a, *args), late_reader(a2a, *args))
 
 
 SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 3, "num_experts": 8, "hidden": 128}
@@ -80,13 +80,13 @@ def wrong(group: weft.Group) -> None:
     with weft.AllReduce(group, max_tokens=8, hidden=256, **PATIENT) as ar:
         x = case.rows(group.rank, group.device)
 
-        def body(x: torch.Tensor, **given: Any) -> torch.Tensor:
-            out = ar.fused(x, **given).out
+        def body(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            out = ar.fused(x, **kwargs).out
             assert out is not None
             return out * 2
 
         traced = torch.compile(body, backend="aot_eager", fullgraph=True, dynamic=False)
-        wanted = body(x)
+        expected = body(x)
         refused: list[tuple[torch.Tensor, dict[str, Any], str]] = [
             (x.float(), {}, "InvalidArgument.*x has dtype torch.float32"),
             (x[:, :128].contiguous(), {}, r"InvalidArgument.*x has shape \[4, 128\]"),
@@ -94,17 +94,17 @@ def wrong(group: weft.Group) -> None:
             (x, {"residual_out": True}, "InvalidArgument.*residual_out without residual"),
             (x, {"out": "yes"}, "InvalidArgument.*out is 'yes'"),
         ]
-        for given, more, words in refused:
+        for kwargs, more, words in refused:
             with pytest.raises(Exception, match=words):
-                traced(given, **more)
-        same((traced(x),), (wanted,))
+                traced(kwargs, **more)
+        same((traced(x),), (expected,))
         # What only a run can see comes as itself.
         shifted = torch.empty(4 * 256 + 1, dtype=x.dtype)[1:].view(4, 256).copy_(x)
         with pytest.raises(InvalidArgument, match="x starts at address"):
             traced(shifted)
         with pytest.raises(InvalidArgument, match="backend is 'fast'"):
             traced(x, backend="fast")
-        same((traced(x),), (wanted,))
+        same((traced(x),), (expected,))
         ar.check()
     with pytest.raises(OutOfOrder, match="was closed"):
         traced(x)
@@ -121,11 +121,11 @@ def split_phase(group: weft.Group) -> None:
             received = a2a.dispatch_recv()
             return a2a.combine(received.x) + 1
 
-        wanted = body(x)
+        expected = body(x)
         with pytest.raises(Exception, match="InvalidArgument.*dispatch_send under torch.compile"):
             compiled(body, PLAIN)(x)
         torch._dynamo.reset()
-        same((torch.compile(body, backend="aot_eager")(x),), (wanted,))
+        same((torch.compile(body, backend="aot_eager")(x),), (expected,))
         a2a.check()
     with weft.LowLatencyAllToAll(group, split_phase=True, **SIZES, **PATIENT) as low:
         for name in ("dispatch_recv", "combine_recv"):
@@ -151,11 +151,11 @@ def handed_over(group: weft.Group) -> None:
             return low.combine(y, ids, weights, handle)
 
         rows = dispatch(x)
-        wanted = combine(rows.x, rows.handle)
+        expected = combine(rows.x, rows.handle)
         for one in (dispatch, compiled(dispatch, PLAIN)):
             for other in (combine, torch.compile(combine, backend="aot_eager", fullgraph=True)):
                 rows = one(x)
-                same((other(rows.x.clone(), rows.handle),), (wanted,))
+                same((other(rows.x.clone(), rows.handle),), (expected,))
                 with pytest.raises(OutOfOrder, match="not alive"):
                     other(rows.x.clone(), rows.handle)
 
@@ -169,7 +169,7 @@ def handed_over(group: weft.Group) -> None:
         for _ in range(3):  # more often than there are slots
             with pytest.raises(InvalidArgument, match="add starts at address"):
                 traced(x, shifted)
-        same((traced(x, good),), (wanted,))
+        same((traced(x, good),), (expected,))
         low.check()
 
 
@@ -245,22 +245,20 @@ def late_reader(
 def test_calls_keep_their_order_and_their_numbers(group):
     wrong(group)
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
-    given = case.of(group.rank, group.device)[:3]
+    args = case.of(group.rank, group.device)[:3]
     with weft.AllToAll(group, **SIZES) as a2a, weft.AllToAll(group, **SIZES) as other:
         traced = compiled(late_reader, PLAIN)
         for owner in (a2a, other, a2a):
-            same(traced(owner, *given), late_reader(owner, *given))
+            same(traced(owner, *args), late_reader(owner, *args))
         epoch = a2a.history()[-1].epoch
-        twice = compiled(
-            lambda: tuple(a2a.combine(a2a.dispatch(*given).x) for _ in range(2)), PLAIN
-        )
+        twice = compiled(lambda: tuple(a2a.combine(a2a.dispatch(*args).x) for _ in range(2)), PLAIN)
         one, two = twice()
         same((one,), (two,))
         assert a2a.history()[-1].epoch == epoch + 2, "two equal calls stay two calls"
     with weft.AllToAll(group, stats=9, **SIZES) as a2a:
 
         def told(stats: torch.Tensor) -> torch.Tensor:
-            received = a2a.dispatch(*given, stats=stats)
+            received = a2a.dispatch(*args, stats=stats)
             assert received.stats is not None
             seen = received.stats * 1
             a2a.combine(received.x)
@@ -272,7 +270,7 @@ def test_calls_keep_their_order_and_their_numbers(group):
             got = traced(counts[group.rank] + number)
             assert torch.equal(got, torch.stack(counts) + number)
         with pytest.raises(Exception, match="stats is None in an all-to-all built with stats=9"):
-            compiled(lambda x: a2a.dispatch(x, *given[1:]).ids + 0, PLAIN)(given[0])
+            compiled(lambda x: a2a.dispatch(x, *args[1:]).ids + 0, PLAIN)(args[0])
 
 
 @on_ranks(2, [THREADS])

@@ -69,8 +69,8 @@ def watched_rounds(group: weft.Group, name: str) -> tuple[int, list[Event], Shap
 
 @pytest.mark.parametrize("name", WATCHED)
 def test_memory_accesses_have_the_required_order(ranks, name):
-    found = ranks(RANKS, "emulated")(watched_rounds, name)
-    rows, (_, events, shape) = sum(count for count, *_ in found), found[0]
+    result = ranks(RANKS, "emulated")(watched_rounds, name)
+    rows, (_, events, shape) = sum(count for count, *_ in result), result[0]
     seen = ways(events, places(shape))
     seen.pop("failed", None)  # which only waits that last look at
     assert seen == expected_ways(shape, case_of(name).lost)
@@ -143,8 +143,10 @@ def test_gemm_push_has_the_bits_of_push(group, case):
         groups, others = ExpertGroups(a2a), ExpertGroups(other)
         for seed in range(4):
             turn = case.turned(seed)
-            wanted = round_trip(other, others, turn, scattered)
-            assert torch.equal(bits(round_trip(a2a, groups, turn, stored_at_owners)), bits(wanted))
+            expected = round_trip(other, others, turn, scattered)
+            assert torch.equal(
+                bits(round_trip(a2a, groups, turn, stored_at_owners)), bits(expected)
+            )
         a2a.check()
 
 
@@ -155,15 +157,15 @@ def alone(group: weft.Group, phase: str) -> str:
         play(a2a, case)
         hurry(a2a, 4.0)
         group.barrier()
-        text, given = "", case.of(group.rank, group.device)[:3]
+        text, args = "", case.of(group.rank, group.device)[:3]
         if phase == "combine":
-            a2a.dispatch(*given)
+            a2a.dispatch(*args)
         if group.rank != 1:
             with pytest.raises(PeerTimeout) as caught:
-                a2a.combine() if phase == "combine" else a2a.dispatch(*given)
+                a2a.combine() if phase == "combine" else a2a.dispatch(*args)
             text = str(caught.value)
             with pytest.raises(PeerTimeout):
-                a2a.dispatch(*given)
+                a2a.dispatch(*args)
         group.barrier()
         return text
 
@@ -212,11 +214,11 @@ def strange_round(a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor) -> boo
     if a2a.rank == 1:
         time.sleep(0.2)  # so that rank 0 looks for rows before they come
     out = a2a.combine()
-    wanted = weft.reference.identity_round_trip(
+    expected = weft.reference.identity_round_trip(
         x, ids, None, a2a.placement, ranks=2, combine_dtype="fp8"
     )
-    values = [rows.nan_to_num(7.0) for rows in (out, wanted)]
-    return torch.equal(out.isnan(), wanted.isnan()) and torch.equal(*values)
+    values = [rows.nan_to_num(7.0) for rows in (out, expected)]
+    return torch.equal(out.isnan(), expected.isnan()) and torch.equal(*values)
 
 
 def is_blank(a2a: weft.AllToAll) -> bool:

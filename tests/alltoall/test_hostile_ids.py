@@ -61,10 +61,10 @@ def rank_major(group: weft.Group, vectors: int) -> int:
             assert bool((a2a.output().view(torch.uint8) == MARK).all())
             a2a.output().copy_(weft.reference.identity_experts(received, torch.bfloat16))
             out = a2a.combine()
-            wanted = weft.reference.identity_round_trip(
+            expected = weft.reference.identity_round_trip(
                 x, ids, None, a2a.placement, ranks=group.size
             )
-            assert torch.equal(bits(out), bits(wanted))
+            assert torch.equal(bits(out), bits(expected))
             settle(group.device)
             with pytest.raises(BadExpertId):
                 a2a.check()

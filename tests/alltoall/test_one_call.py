@@ -30,8 +30,8 @@ def from_two_threads(group: weft.Group, kind: str) -> dict[str, int]:
             # a round that is over.
             other = (meddle, stale, done) if kind == "receiver" else (hammer, 5)
             threads = [
-                threading.Thread(target=each, args=(op, *given, seen, errors))
-                for each, *given in ((hammer, 1), other)
+                threading.Thread(target=each, args=(op, *args, seen, errors))
+                for each, *args in ((hammer, 1), other)
             ]
             for thread in threads:
                 thread.start()
@@ -50,7 +50,7 @@ def from_two_threads(group: weft.Group, kind: str) -> dict[str, int]:
 
 def hammer(op: Operator, value: int, seen: dict[str, int], errors: list[BaseException]) -> None:
     sums = op.kind.name == "allreduce"
-    wanted = value + 3.0 if sums else value * 2.0
+    expected = value + 3.0 if sums else value * 2.0
     got = None  # of a round that this thread has begun
     try:
         for _ in range(200):
@@ -62,7 +62,7 @@ def hammer(op: Operator, value: int, seen: dict[str, int], errors: list[BaseExce
                 seen["refused"] += 1
                 continue
             got = None
-            seen["right" if bool((result == wanted).all()) else "wrong"] += 1
+            seen["right" if bool((result == expected).all()) else "wrong"] += 1
         while got is not None:  # the peer counts on it
             with contextlib.suppress(OutOfOrder):
                 op.end(got)

@@ -106,10 +106,10 @@ def test_invalid_input_is_reported_by_the_device(group):
             received = a2a.dispatch(x, ids, weights)
             a2a.output().copy_(weft.reference.identity_experts(received, case.dtype))
             out = a2a.combine()
-            wanted = weft.reference.identity_round_trip(
+            expected = weft.reference.identity_round_trip(
                 x, ids, weights, a2a.placement, ranks=group.size
             )
-            assert torch.equal(bits(out), bits(wanted))
+            assert torch.equal(bits(out), bits(expected))
             settle(d)
             where = f"topk_ids[3, 1] is {bad}"
             refused(BadExpertId, a2a.check, f"rank {group.rank}", where, "0..3")

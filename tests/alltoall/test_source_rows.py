@@ -30,9 +30,9 @@ def test_results_are_views_of_symmetric_memory(group):
         assert received.ids.view(-1, 4).data_ptr() == received.ids.data_ptr()
         assert output.data_ptr() == a2a.output().data_ptr()
         y = weft.reference.identity_experts(received, case.dtype)
-        wanted = weft.reference.identity_round_trip(x, ids, weights, a2a.placement, ranks=2)
+        expected = weft.reference.identity_round_trip(x, ids, weights, a2a.placement, ranks=2)
         a2a.combine_send(y)
-        assert torch.equal(bits(a2a.combine_recv()), bits(wanted))
+        assert torch.equal(bits(a2a.combine_recv()), bits(expected))
         a2a.dispatch(x, ids, weights, rows=4)
         with pytest.raises(InvalidArgument, match=r"\[2, 12, 128\]; it must be \[2, 4, 128\]"):
             a2a.combine(torch.zeros(2, 12, 128, dtype=case.dtype, device=group.device))

@@ -51,8 +51,8 @@ def test_dispatch_quantises_bit_by_bit(group, quantize):
                 kept = carries[source]
                 assert torch.equal(bits(q[source][kept]), bits(expected_q[kept]))
                 # Which NaN a NaN scale is, is not defined.
-                found = scales[source][kept].float().nan_to_num(7e37)
-                assert torch.equal(found, expected_scales[kept].float().nan_to_num(7e37))
+                result = scales[source][kept].float().nan_to_num(7e37)
+                assert torch.equal(result, expected_scales[kept].float().nan_to_num(7e37))
                 assert torch.equal(tags[source][kept], tag[kept])
             a2a.output().zero_()
             a2a.combine()

@@ -137,19 +137,19 @@ def launch() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
     parser.add_argument("--tp", type=int)
-    given, rest = parser.parse_known_args()
+    inputs, rest = parser.parse_known_args()
     if os.environ.get("STAND_IN") == "dies":
         sys.exit("CUDA out of memory")
     if weft() and os.environ.get("STAND_IN") != "forgets":
         print("3 MoE layers of Model on 2 ranks, form block: rounds of 32 tokens", flush=True)
     if "--model-path" not in rest:
         sys.exit("no model")
-    Handler.ranks = given.tp
+    Handler.ranks = inputs.tp
     Path(f"{os.environ['SERVER_GATE']}-waits").touch()
     if os.environ.get("STAND_IN") == "ranks":
-        for rank in range(given.tp):
+        for rank in range(inputs.tp):
             threading.Thread(target=live, args=(rank,), daemon=True).start()
-    Server(("127.0.0.1", given.port), Handler).serve_forever()
+    Server(("127.0.0.1", inputs.port), Handler).serve_forever()
 
 
 def live(rank: int) -> None:
@@ -167,13 +167,13 @@ def serving() -> None:
         parser.add_argument(f"--{name}")
     for name in ("num-prompts", "max-concurrency"):
         parser.add_argument(f"--{name}", type=int)
-    given, _ = parser.parse_known_args()
-    decoded = f"{given.base_url}/decoded/{given.max_concurrency}/{given.num_prompts}"
+    inputs, _ = parser.parse_known_args()
+    decoded = f"{inputs.base_url}/decoded/{inputs.max_concurrency}/{inputs.num_prompts}"
     with urllib.request.urlopen(decoded, timeout=60) as said:
-        itl = given.max_concurrency * (0.5 if json.load(said)["weft"] else 1.0)
-    line = {"completed": given.num_prompts, "median_itl_ms": itl, "p99_itl_ms": 3 * itl}
+        itl = inputs.max_concurrency * (0.5 if json.load(said)["weft"] else 1.0)
+    line = {"completed": inputs.num_prompts, "median_itl_ms": itl, "p99_itl_ms": 3 * itl}
     line |= {"median_ttft_ms": 10 * itl, "output_throughput": 1000 / itl, "itls": [1.0] * 1000}
-    with open(given.output_file, "a") as file:
+    with open(inputs.output_file, "a") as file:
         file.write(json.dumps(line) + "\n")
 
 
@@ -189,11 +189,11 @@ def cli_main() -> None:
     parser.add_argument("--result-filename")
     parser.add_argument("--batch-size", type=int, nargs="+")
     parser.add_argument("--flashinfer-allreduce-fusion-backend")
-    given, _ = parser.parse_known_args()
-    if given.flashinfer_allreduce_fusion_backend:
+    inputs, _ = parser.parse_known_args()
+    if inputs.flashinfer_allreduce_fusion_backend:
         print("FlashInfer AllReduce Fusion enabled and workspace initialized")
-    with open(given.result_filename, "a") as file:
-        for batch in given.batch_size:
+    with open(inputs.result_filename, "a") as file:
+        for batch in inputs.batch_size:
             decode = 0.002 * batch if weft() else 0.004 * batch
             line = {"batch_size": batch, "median_decode_latency": decode, "prefill_latency": 1.0}
             file.write(json.dumps(line) + "\n")

@@ -146,9 +146,9 @@ def launch() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
     parser.add_argument("--model", required=True)
-    given, rest = parser.parse_known_args()
+    inputs, rest = parser.parse_known_args()
     assert "--no-enable-prefix-caching" in rest
     greet()
     core = ["bash", "-c", 'exec -a "$0" sleep 1000', "VLLM::EngineCore"]
     threading.Thread(target=subprocess.run, args=(core,), daemon=True).start()
-    Server(("127.0.0.1", given.port), Completions).serve_forever()
+    Server(("127.0.0.1", inputs.port), Completions).serve_forever()

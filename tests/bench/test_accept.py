@@ -37,8 +37,8 @@ def begin(tmp_path):
     python.chmod(0o755)
 
     def start(what: str, gpus: str, **environment: str) -> subprocess.Popen[str]:
-        given = {"PYTHON": str(python), "NOTES": str(tmp_path / "notes"), **environment}
-        env, pipe = {**os.environ, **given, "CUDA_VISIBLE_DEVICES": gpus}, subprocess.PIPE
+        inputs = {"PYTHON": str(python), "NOTES": str(tmp_path / "notes"), **environment}
+        env, pipe = {**os.environ, **inputs, "CUDA_VISIBLE_DEVICES": gpus}, subprocess.PIPE
         command = [str(SCRIPT), what, str(tmp_path)]
         return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
 
@@ -50,9 +50,9 @@ def accept(begin, tmp_path):
     """Return `accept(WHAT, GPUS, **environment)` -> (exit status, output, calls of python)."""
     notes = tmp_path / "notes"
 
-    def run(*given: str, **environment: str) -> tuple[int, str, list[str]]:
+    def run(*args: str, **environment: str) -> tuple[int, str, list[str]]:
         notes.write_text("")
-        process = begin(*given, **environment)
+        process = begin(*args, **environment)
         out, err = process.communicate()
         return process.returncode, out + err, notes.read_text().splitlines()
 
@@ -100,8 +100,8 @@ def test_all_steps_run_and_are_reported(accept, tmp_path):
     ],
 )
 def test_the_status_is_the_worst_of_the_steps(accept, what, gpus, options, code, words):
-    found, out, calls = accept(what, gpus, **options)
-    assert (found, words in out) == (code, True), out
+    result, out, calls = accept(what, gpus, **options)
+    assert (result, words in out) == (code, True), out
     if "FAIL" in options:
         assert len(calls) == 8, "a failure stops nothing"
 

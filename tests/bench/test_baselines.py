@@ -48,8 +48,8 @@ class _Library(Pairs):
         self.exchange = weft.AllToAll(group, **case.sizes(most), timeout=30.0)
 
     def dispatch(self) -> None:
-        given = self.inputs
-        self.received = self.exchange.dispatch(given.payloads, given.ids, given.weights)
+        inputs = self.inputs
+        self.received = self.exchange.dispatch(inputs.payloads, inputs.ids, inputs.weights)
 
     def experts(self) -> None:
         answers = reference.identity_experts(self.received, self.case.out_dtype)
@@ -77,16 +77,16 @@ def installed(threads):
 
 
 def test_a_library_is_checked_before_it_is_timed(installed):
-    (found,) = measure_baselines(SIZES, [LOOM])
-    assert (found.library, found.status) == ("Loom 2.1", "measured")
-    assert list(found.samples_us) == [3], "of its sizes"
-    assert [len(rank) for rank in found.samples_us[3]["pair"]] == [2, 2]
+    (result,) = measure_baselines(SIZES, [LOOM])
+    assert (result.library, result.status) == ("Loom 2.1", "measured")
+    assert list(result.samples_us) == [3], "of its sizes"
+    assert [len(rank) for rank in result.samples_us[3]["pair"]] == [2, 2]
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1", "nobody may use multicast"
     for spoil in (1.0, float("nan")):
         installed.setattr(_Library, "spoil", spoil)
-        (found,) = measure_baselines(SIZES, [LOOM])
-        assert found.status.startswith("check failed, 3 tokens: rank 1: the largest error is")
-        assert found.samples_us == {}
+        (result,) = measure_baselines(SIZES, [LOOM])
+        assert result.status.startswith("check failed, 3 tokens: rank 1: the largest error is")
+        assert result.samples_us == {}
 
 
 def test_unmeasurable_libraries_have_a_status(installed):
@@ -100,8 +100,8 @@ def test_unmeasurable_libraries_have_a_status(installed):
         return "too few"
 
     def status(case, **changes):
-        (found,) = measure_baselines(case, [replace(LOOM, **changes)])
-        return found.status
+        (result,) = measure_baselines(case, [replace(LOOM, **changes)])
+        return result.status
 
     assert "no such GPU" in status(SIZES, make=no_gpu)
     assert status(replace(SIZES, tokens=(1, 9))) == "supports none of these sizes"
@@ -143,17 +143,17 @@ def torch_baselines(group: weft.Group) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_torchs_own_collectives_are_measured(ranks):
-    for found in ranks(2, "cpu")(torch_baselines):
-        assert [each["status"] for each in found] == ["measured"] * 4
-        assert [list(each["samples_us"]) for each in found] == [[3, 5], [3, 5], [1, 5], [1, 5]]
+    for result in ranks(2, "cpu")(torch_baselines):
+        assert [each["status"] for each in result] == ["measured"] * 4
+        assert [list(each["samples_us"]) for each in result] == [[3, 5], [3, 5], [1, 5], [1, 5]]
 
 
 @pytest.fixture
 def stand_ins(monkeypatch):
     """Install the calls of both libraries from weft.compat, for ranks that are threads."""
 
-    def mapping(**given: int) -> SimpleNamespace:
-        return SimpleNamespace(**given, moe_ep_rank=given["rank"])
+    def mapping(**kwargs: int) -> SimpleNamespace:
+        return SimpleNamespace(**kwargs, moe_ep_rank=kwargs["rank"])
 
     comm: dict[str, dict[str, Any]] = {
         "mnnvl": {"TorchDistBackend": Backend, "MnnvlConfig": SimpleNamespace},
@@ -194,5 +194,5 @@ def test_the_check_sees_a_lost_row(ranks, stand_ins):
         return out
 
     stand_ins.setattr(MoeAlltoAll, "combine", loses)
-    for found in ranks(2, "threads")(baseline_body, SIZES, NAMED["FlashInfer"]):
-        assert found["status"].startswith("check failed, 3 tokens: rank 0: the largest error is")
+    for result in ranks(2, "threads")(baseline_body, SIZES, NAMED["FlashInfer"]):
+        assert result["status"].startswith("check failed, 3 tokens: rank 0: the largest error is")

@@ -72,10 +72,10 @@ RUNS: list[Case] = [
 def test_a_run_is_checked_timed_and_reported(threads, case):
     report = run(case, quiet=True)
     assert report.problem is None
-    found = [(each.tokens, each.variant) for each in report.measured]
-    assert len(set(found)) == len(found)
-    assert [tokens for tokens, _ in found] == sorted(tokens for tokens, _ in found)
-    assert {tokens for tokens, _ in found} == set(case.tokens)
+    result = [(each.tokens, each.variant) for each in report.measured]
+    assert len(set(result)) == len(result)
+    assert [tokens for tokens, _ in result] == sorted(tokens for tokens, _ in result)
+    assert {tokens for tokens, _ in result} == set(case.tokens)
     for each in report.measured:
         assert list(each.samples_us)[-1] == case.whole
         assert [len(us) for us in each.samples_us[case.whole]] == [3] * case.ranks
@@ -87,14 +87,14 @@ def test_a_run_is_checked_timed_and_reported(threads, case):
     assert written["settings"]["seed"] == 1
     assert len(written["rows"]) == sum(len(each.samples_us) for each in report.measured)
     if isinstance(case, LayerCase):
-        assert len(found) + len(report.refused) == len(case.tokens) * len(OVERLAPS)
-        assert ((6, "shared_expert") in found) == (case.config.shared > 0)
+        assert len(result) + len(report.refused) == len(case.tokens) * len(OVERLAPS)
+        assert ((6, "shared_expert") in result) == (case.config.shared > 0)
         assert all("InvalidArgument" in refusal for refusal in report.refused)
         assert all(each.facts["most"] >= each.facts["mean"] for each in report.measured)
     else:
         assert report.refused == []
     if isinstance(case, ReduceCase):
-        assert found == [(tokens, backend) for tokens in case.tokens for backend in BACKENDS]
+        assert result == [(tokens, backend) for tokens in case.tokens for backend in BACKENDS]
         for each in report.measured:
             assert each.method == "host clock, 3 calls with a barrier before each"
             assert (each.facts["chosen"] == each.variant) == (each.variant != "auto")
@@ -182,9 +182,9 @@ class _Spoilt(AllToAll):
 
 def check_all(group, case):
     with contextlib.closing(case.trials(group)) as trials:
-        found = [(trial.check(), trial.facts())[0] for trial in trials]
+        result = [(trial.check(), trial.facts())[0] for trial in trials]
         group.barrier()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -212,19 +212,19 @@ def test_the_check_of_an_exchange_catches(ranks, monkeypatch, fault, text):
 
 def spoiled_layer(group: weft.Group, case: LayerCase) -> tuple[str | None, ...]:
     """Return the check's messages for a correct layer and for layers with one fault."""
-    found = []
+    result = []
     with contextlib.closing(case.trials(group)) as trials:
         trial = next(trials)
         assert isinstance(trial, LayerTrial)
-        found.append(trial.check())
+        result.append(trial.check())
         trial.inputs.out[2, 5] += 0.125
-        found.append(trial.compare())
+        result.append(trial.compare())
         trial.poison()
-        found.append(trial.compare())
+        result.append(trial.compare())
         trial.inputs.logits = trial.inputs.logits.roll(1, dims=1)  # the reference is known
-        found.append(trial.check())
+        result.append(trial.check())
         group.barrier()
-    return tuple(found)
+    return tuple(result)
 
 
 def test_the_check_of_a_layer_catches(ranks):
@@ -341,10 +341,10 @@ def test_low_latency_rows_go_out_by_rank_and_back_by_choice():
     case = replace(LOW, experts=4)
     ids = [torch.tensor([[0, 2, 3], [2, 3, -1]]), torch.tensor([[0, 1, 2], [3, -1, -1]])]
     # Rank 0 sends both tokens to rank 1, for two choices each; rank 1 one token for two.
-    found, shape = case.traffic(ids), case.config.shape
-    assert (found["chosen"], found["rows_out"], found["rows_back"]) == (5, 2, 4)
-    assert found["out_bytes"] == 2 * shape.sent_bytes
-    assert found["back_bytes"] == 4 * shape.back_bytes
+    result, shape = case.traffic(ids), case.config.shape
+    assert (result["chosen"], result["rows_out"], result["rows_back"]) == (5, 2, 4)
+    assert result["out_bytes"] == 2 * shape.sent_bytes
+    assert result["back_bytes"] == 4 * shape.back_bytes
     assert replace(case, reduce="sender").traffic(ids)["rows_back"] == 2
 
 
@@ -373,9 +373,9 @@ def test_rows_of_all_reduces_have_bytes_and_floors():
     payload, gpus = 128 * 7168 * 2, ["NVIDIA H200"] * 8
     assert wire_bytes("oneshot", payload, 8) == 7 * payload
     assert wire_bytes("twoshot", payload, 8) == 2 * 7 / 8 * payload
-    found = Measurement("auto", 128, "by hand", {"call": [[40.0]] * 8}, {"chosen": "twoshot"})
+    result = Measurement("auto", 128, "by hand", {"call": [[40.0]] * 8}, {"chosen": "twoshot"})
     case = replace(REDUCE, **ON_8, tokens=(128,), hidden=7168, backends=("auto",))
-    (row,) = rows_of(Report(case, {"gpus": gpus}, [found]))
+    (row,) = rows_of(Report(case, {"gpus": gpus}, [result]))
     assert row.moved == wire_bytes("twoshot", payload, 8)
     assert row.logical == pytest.approx(payload / 40 / 1e3)
     assert row.floor == allreduce_floor_us(payload, 8, gpus)

@@ -128,8 +128,8 @@ def test_a_run_becomes_a_table(measure, script, engine, case, tmp_path):
     assert code == case.code, out
     assert case.said in out
     sizes = ("requests", "batch", "gpus")
-    found = [(one["variant"], next(one[size] for size in sizes if size in one)) for one in lines]
-    assert sorted(found) == sorted(case.cases)
+    result = [(one["variant"], next(one[size] for size in sizes if size in one)) for one in lines]
+    assert sorted(result) == sorted(case.cases)
     assert set(lines[0]["machine"]) >= {"weft", "gpus", "driver", "torch"}
     for field, content in case.first.items():
         assert content in lines[0][field]

@@ -73,12 +73,13 @@ def test_no_recorded_figure_is_below_its_floor():
     below, seen = [], 0
     for path in sorted(RECORDS.glob("*/*.json")):
         for settings, row in _rows(json.loads(path.read_text())):
-            if (found := _floor(settings, row)) is None:
+            if (result := _floor(settings, row)) is None:
                 continue
             seen += 1
-            if found[1] < found[0]:
+            if result[1] < result[0]:
                 below.append(
-                    f"{path.relative_to(RECORDS)}: {row['tokens']} tokens: {found[1]} < {found[0]}"
+                    f"{path.relative_to(RECORDS)}: {row['tokens']} tokens: {result[1]} < "
+                    f"{result[0]}"
                 )
     assert not below
     assert seen > 400

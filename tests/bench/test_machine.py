@@ -50,11 +50,11 @@ def test_the_commit_is_of_the_checkout_that_holds_the_package(checkout, tmp_path
 
 
 def test_captions_name_the_code(monkeypatch):
-    found = describe_machine([])
-    assert found["weft"] == describe_code()
-    found["weft"] = {"version": "1.0", "commit": "0123456789abcdef-dirty", "headers": "ab" * 32}
-    assert "weft 1.0 0123456789ab-dirty, 20" in machine_line(found)
-    found["weft"]["commit"] = None
-    assert "weft 1.0, 20" in machine_line(found)
-    del found["weft"]
-    assert "weft" not in machine_line(found), "records of before"
+    result = describe_machine([])
+    assert result["weft"] == describe_code()
+    result["weft"] = {"version": "1.0", "commit": "0123456789abcdef-dirty", "headers": "ab" * 32}
+    assert "weft 1.0 0123456789ab-dirty, 20" in machine_line(result)
+    result["weft"]["commit"] = None
+    assert "weft 1.0, 20" in machine_line(result)
+    del result["weft"]
+    assert "weft" not in machine_line(result), "records of before"

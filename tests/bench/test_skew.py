@@ -59,12 +59,12 @@ def rounds_of(
     tick=st.sampled_from([1, 32, 1000]),
 )
 def test_known_skews_are_found_within_the_stated_uncertainty(skews, seed, tick):
-    found = estimate_skew(rounds_of(skews, seed=seed, tick=tick))
-    assert found.offsets_ns[0] == 0
-    for p, offset in enumerate(found.offsets_ns):
-        for q, other in enumerate(found.offsets_ns):
+    result = estimate_skew(rounds_of(skews, seed=seed, tick=tick))
+    assert result.offsets_ns[0] == 0
+    for p, offset in enumerate(result.offsets_ns):
+        for q, other in enumerate(result.offsets_ns):
             error = (offset - other) - (skews[q] - skews[p])
-            assert abs(error) <= found.uncertainty_ns, (p, q)
+            assert abs(error) <= result.uncertainty_ns, (p, q)
 
 
 def test_no_flag_is_seen_before_it_was_sent():

@@ -89,10 +89,10 @@ def test_a_trace_holds_the_last_rounds_of_every_rank(tmp_path, kind):
     for rank in range(3):
         assert ROUNDS - 2 <= counts[rank, "reduce"] <= ROUNDS  # one may take less than a tick
         assert counts[rank, "send"] >= ROUNDS - 2
-    found = document["metadata"]
-    assert (found["tokens_per_rank"], found["ranks"]) == (6, 3)
-    assert found["profiled_pair_us"] > 0
-    assert found["tick_ns"] >= 1 if kind == "cuda" else found["uncertainty_ns"] == 0
+    result = document["metadata"]
+    assert (result["tokens_per_rank"], result["ranks"]) == (6, 3)
+    assert result["profiled_pair_us"] > 0
+    assert result["tick_ns"] >= 1 if kind == "cuda" else result["uncertainty_ns"] == 0
 
 
 def test_a_trace_of_low_latency(tmp_path, threads):

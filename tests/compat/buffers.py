@@ -27,13 +27,13 @@ def buffered(**options: Any) -> Callable[[Body[P, T]], Callable[Concatenate[weft
 
     def decorate(body: Body[P, T]) -> Callable[Concatenate[weft.Group, P], T]:
         @functools.wraps(body)
-        def run(group: weft.Group, /, *args: P.args, **given: P.kwargs) -> T:
+        def run(group: weft.Group, /, *args: P.args, **kwargs: P.kwargs) -> T:
             buffer = Buffer(group, **options)
-            found = body(group, buffer, *args, **given)
+            result = body(group, buffer, *args, **kwargs)
             buffer.check()
             group.barrier()
             buffer.destroy()
-            return found
+            return result
 
         return run
 

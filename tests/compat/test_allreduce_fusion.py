@@ -39,13 +39,13 @@ def in_place(group: weft.Group, tokens: int) -> None:
     with make(group) as workspace:
         rows = rows_for(group.device, tokens)
         want = reference.allreduce_fused(rows.xs, rows.residual, rows.weight)
-        given: dict[str, Any] = {"rms_gamma": rows.weight, "pattern": 1, "workspace": workspace}
+        kwargs: dict[str, Any] = {"rms_gamma": rows.weight, "pattern": 1, "workspace": workspace}
         x, residual = rows.xs[group.rank].clone(), rows.residual.clone()
-        allreduce_fusion(x, residual_in=residual, residual_out=residual, norm_out=x, **given)
+        allreduce_fusion(x, residual_in=residual, residual_out=residual, norm_out=x, **kwargs)
         same(x, want.norm)
         same(residual, want.residual)
         x, norm = rows.xs[group.rank].clone(), poison(group.device, tokens, HIDDEN)
-        allreduce_fusion(x, residual_in=rows.residual, residual_out=x, norm_out=norm, **given)
+        allreduce_fusion(x, residual_in=rows.residual, residual_out=x, norm_out=norm, **kwargs)
         same(x, want.residual)
         same(norm, want.norm)
         x = rows.xs[group.rank].clone()
@@ -124,18 +124,18 @@ def one(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> Non
     group, device = workspace.group, workspace.group.device
     xs = [case.rows(rank, device) for rank in range(group.size)]
     residual, weight = case.shared(device, group.rank)
-    for pattern, quant, given in specs(device, group.rank):
-        given |= {"residual_in": residual, "rms_gamma": weight, "rms_eps": case.eps}
-        given |= {"weight_bias": case.bias, "use_oneshot": way, "launch_with_pdl": True}
-        given |= {"trigger_completion_at_end": False, "fp32_acc": True}
+    for pattern, quant, kwargs in specs(device, group.rank):
+        kwargs |= {"residual_in": residual, "rms_gamma": weight, "rms_eps": case.eps}
+        kwargs |= {"weight_bias": case.bias, "use_oneshot": way, "launch_with_pdl": True}
+        kwargs |= {"trigger_completion_at_end": False, "fp32_acc": True}
         out = outputs(device, pattern, case.tokens)
-        answer = allreduce_fusion(xs[group.rank], workspace, pattern, **given, **out)
+        answer = allreduce_fusion(xs[group.rank], workspace, pattern, **kwargs, **out)
         want = expected(case, group.rank, xs, pattern, quant)
         names = [name for name in ("norm_out", "quant_out", "output") if name in out]
         assert answer is out[names[0]]
         compare(out, want)
         if way is None:
-            bare = allreduce_fusion(xs[group.rank], workspace, pattern, **given)
+            bare = allreduce_fusion(xs[group.rank], workspace, pattern, **kwargs)
             compare({names[0]: bare}, want)
 
 
@@ -143,8 +143,8 @@ def moe(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> Non
     """Call patterns 6 and 7, which first sum experts' rows."""
     group, device, tokens = workspace.group, workspace.group.device, case.tokens
     residual, weight = case.shared(device, group.rank)
-    given: dict[str, Any] = {"residual_in": residual, "rms_gamma": weight, "rms_eps": case.eps}
-    given |= {"use_oneshot": way, "weight_bias": case.bias}
+    kwargs: dict[str, Any] = {"residual_in": residual, "rms_gamma": weight, "rms_eps": case.eps}
+    kwargs |= {"use_oneshot": way, "weight_bias": case.bias}
     rows = [case.next(tokens=TOP_K * tokens, seed=r).rows(r, device) for r in range(group.size)]
     shared = [case.next(seed=50).rows(rank, device) for rank in range(group.size)]
     generator = torch.Generator(device=device).manual_seed(tokens)
@@ -163,7 +163,7 @@ def moe(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> Non
         shared[group.rank], workspace, Pattern.kMoEReductionARResidualRMSNorm, output=total,
         moe_reduction_device_num_experts=TOP_K, moe_reduction_scale_input=scales,
         moe_reduction_active_experts_token_input=rows[group.rank],
-        moe_reduction_token_input=shared[group.rank], **given, **out,
+        moe_reduction_token_input=shared[group.rank], **kwargs, **out,
     )  # fmt: skip
     compare(out | {"output": total}, finalized(places))
     places = places.contiguous()
@@ -174,7 +174,7 @@ def moe(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> Non
             rows[group.rank], workspace, Pattern.kMoEFinalizeARResidualRMSNorm,
             expanded_idx_to_permuted_idx=places,
             expert_scale_factor=scales.t().contiguous() if scaled else None,
-            shared_expert_output=shared[group.rank] if adds else None, **given, **out,
+            shared_expert_output=shared[group.rank] if adds else None, **kwargs, **out,
         )  # fmt: skip
         compare(out, finalized(places, scaled=scaled, adds=adds))
 
@@ -239,8 +239,8 @@ def test_workspaces(ranks):
 def from_a_process_group(group: weft.Group) -> None:
     """Make workspaces of a process group, which stays the caller's, and of the world."""
     ranks = group.process_group()
-    for given in (ranks, None):
-        with make(group, group=given) as workspace:
+    for inputs in (ranks, None):
+        with make(group, group=inputs) as workspace:
             rows = rows_for(group.device, 3)
             want = reference.allreduce_fused(rows.xs).out
             same(allreduce_fusion(rows.xs[group.rank], workspace, 0), want)

@@ -113,13 +113,13 @@ def refuse_all(
 
 def moe_alltoall(group: weft.Group) -> None:
     mappings = Mapping("0", 2), Mapping(True, 2), Mapping(0, 2.0), Mapping(0, 3)  # type: ignore[arg-type]
-    given: dict[str, Any] = {
+    kwargs: dict[str, Any] = {
         **{"mapping": Mapping(group.rank, group.size), "max_num_tokens": MAX, "top_k": TOP_K},
         **{"num_experts": EXPERTS, "hidden_size": HIDDEN, "group": group},
     }
     refuse_all(
         flashinfer.MoeAlltoAll,
-        given,
+        kwargs,
         {"mapping": "", "hidden_size": "hidden"},
         mapping=listed(*THING.hostile(None), *mappings),
         top_k=whole(0, -1, 33, 5),
@@ -130,7 +130,7 @@ def moe_alltoall(group: weft.Group) -> None:
     )
     x, ids, weights = inputs(group)
     rows = [x, ids, weights]
-    with flashinfer.MoeAlltoAll(**given, eplb_stats_num_experts=2) as a2a:
+    with flashinfer.MoeAlltoAll(**kwargs, eplb_stats_num_experts=2) as a2a:
 
         def round_trip() -> torch.Tensor:
             received = a2a.dispatch(ids, rows, MAX)
@@ -181,9 +181,9 @@ def workspace_sizes(group: weft.Group) -> None:
     asked = {"ep_size": 2, "top_k": 2, "max_num_tokens": 8, "hidden_size": 128}
     sizes = flashinfer.MoeAlltoAll.get_moe_workspace_size_per_rank
     refuse_all(sizes, asked, hidden_size=COUNT)
-    given = {"ep_size": 2, "max_num_tokens": 8, "total_dispatch_payload_size_per_token": 256}
-    given["combine_payload_size_per_token"] = 256
-    refuse_all(flashinfer.moe_a2a_get_workspace_size_per_rank, given)
+    passed = {"ep_size": 2, "max_num_tokens": 8, "total_dispatch_payload_size_per_token": 256}
+    passed["combine_payload_size_per_token"] = 256
+    refuse_all(flashinfer.moe_a2a_get_workspace_size_per_rank, passed)
 
 
 def fusion(group: weft.Group) -> None:
@@ -209,15 +209,15 @@ def fusion(group: weft.Group) -> None:
             return allreduce_fusion(x, workspace, 1, residual_in=residual, rms_gamma=gamma)
 
         before = normed()
-        given = {
+        passed = {
             **{"input": x, "workspace": workspace, "pattern": 1, "residual_in": residual},
             **{"rms_gamma": gamma, "residual_out": torch.zeros_like(x)},
             "norm_out": torch.zeros_like(x),
         }
-        refuse_all(allreduce_fusion, given, output=NO_TENSOR)
+        refuse_all(allreduce_fusion, passed, output=NO_TENSOR)
 
         def parts(more: dict[str, Any], kinds: dict[str, Kind], **words: str) -> None:
-            refuses(Row(allreduce_fusion, {**given, **more}, kinds, words))
+            refuses(Row(allreduce_fusion, {**passed, **more}, kinds, words))
 
         plain = {"input": x, "workspace": workspace, "pattern": 0}
         plain["output"] = torch.zeros_like(x)
@@ -247,15 +247,15 @@ def fusion(group: weft.Group) -> None:
 
 def low_latency(group: weft.Group) -> None:
     Buffer = deep_ep.Buffer
-    given: dict[str, Any] = {"group": group, "low_latency_mode": True}
-    refuse_all(Buffer, given)
+    kwargs: dict[str, Any] = {"group": group, "low_latency_mode": True}
+    refuse_all(Buffer, kwargs)
     asked = {"num_max_dispatch_tokens_per_rank": 8, "hidden": 128, "num_ranks": 2, "num_experts": 4}
     ranks, hint = whole(0, -1, 73), Buffer.get_low_latency_rdma_size_hint
     refuse_all(hint, asked, hidden=whole(0, -1, 100), num_ranks=ranks)
     refuse_all(deep_ep.Config, {name: 8 for name in public(deep_ep.Config)})
     refuse_all(Buffer.set_num_sms, {"new_num_sms": 20})
     x, ids, weights = inputs(group)
-    buffer, topk = Buffer(**given), ids.long()
+    buffer, topk = Buffer(**kwargs), ids.long()
     call = {
         **{"x": x, "topk_idx": topk, "num_max_dispatch_tokens_per_rank": MAX},
         **{"num_experts": EXPERTS, "use_fp8": False},

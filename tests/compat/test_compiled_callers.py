@@ -22,9 +22,9 @@ def compiled(group: weft.Group, name: str) -> list[list[int]]:
     made = MODES[name](group)
     want = made.call()
     traced = torch.compile(made.call, backend="eager")
-    found = [differ(call(), want) for call in (traced, traced, made.call)]
+    result = [differ(call(), want) for call in (traced, traced, made.call)]
     made.give_back()
-    return found
+    return result
 
 
 @pytest.mark.slow

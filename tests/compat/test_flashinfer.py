@@ -128,8 +128,8 @@ def statistics(group: weft.Group) -> None:
             local += reference.expert_load(ids, EXPERTS)
             x = torch.ones((len(ids), HIDDEN), dtype=torch.bfloat16)
             assert a2a.eplb_gathered_stats is None
-            given = local if gathers else None
-            a2a.dispatch(ids, [x, ids, weights], MAX, eplb_local_stats=given)
+            inputs = local if gathers else None
+            a2a.dispatch(ids, [x, ids, weights], MAX, eplb_local_stats=inputs)
             gathered = a2a.eplb_gathered_stats
             assert (gathered is not None) == gathers
             if gathered is not None:

@@ -93,14 +93,14 @@ def deep_ep_layers(group: weft.Group, use_fp8: bool, hooks: bool, layers: int) -
     buffer = Buffer(group, num_rdma_bytes=1 << 20, low_latency_mode=True)
     tokens = MOST - group.rank
     device = group.device
-    given = [
+    inputs = [
         tuple(t.to(device) for t in tokens_of(group.rank, layer, tokens)) for layer in range(layers)
     ]
     outs = [torch.empty((tokens, HIDDEN), dtype=BF16, device=device) for _ in range(layers)]
     mode: dict[str, Any] = {"async_finish": not hooks, "return_recv_hook": hooks}
 
     def step() -> None:
-        for (x, ids, weights), out in zip(given, outs, strict=True):
+        for (x, ids, weights), out in zip(inputs, outs, strict=True):
             numbers, _, handle, event, hook = buffer.low_latency_dispatch(
                 x, ids, MOST, EXPERTS, use_fp8=use_fp8, **mode
             )
@@ -114,7 +114,7 @@ def deep_ep_layers(group: weft.Group, use_fp8: bool, hooks: bool, layers: int) -
     replay = replayer(group, step)
     for turn in range(1, REPLAYS):
         fresh = [tokens_of(group.rank, 10 * turn + layer, tokens) for layer in range(layers)]
-        for places, values in zip(given, fresh, strict=True):
+        for places, values in zip(inputs, fresh, strict=True):
             refill(places, values)
         replay()
         for out, values in zip(outs, fresh, strict=True):
@@ -129,8 +129,8 @@ def triton_dist_layer(group: weft.Group) -> None:
     layer = EPLowLatencyAllToAllLayer(
         *(MOST, HIDDEN, TOP_K, True, group.rank, EXPERTS, group.size, group.size), group=group
     )
-    given = tuple(t.to(group.device) for t in tokens_of(group.rank, 0, MOST))
-    x, ids, weights = given
+    inputs = tuple(t.to(group.device) for t in tokens_of(group.rank, 0, MOST))
+    x, ids, weights = inputs
     out = torch.empty_like(x)
 
     def step() -> None:
@@ -140,7 +140,7 @@ def triton_dist_layer(group: weft.Group) -> None:
     replay = replayer(group, step)
     for turn in range(1, REPLAYS):
         fresh = tokens_of(group.rank, turn, MOST)
-        refill(given, fresh)
+        refill(inputs, fresh)
         replay()
         want = returned(fresh, EXPERTS, group.size, "fp8", recipe="triton_dist")
         assert torch.equal(out.cpu(), want)
@@ -205,9 +205,9 @@ class Reduces:
 
     def __call__(self, use_oneshot: bool | None) -> None:
         x, residual, weight = self.places
-        given = self.given | {"residual_in": residual, "rms_gamma": weight, "rms_eps": Sum.eps}
-        given |= {"use_oneshot": use_oneshot, "launch_with_pdl": True}
-        allreduce_fusion(x, self.workspace, self.pattern, **given, **self.out)
+        kwargs = self.given | {"residual_in": residual, "rms_gamma": weight, "rms_eps": Sum.eps}
+        kwargs |= {"use_oneshot": use_oneshot, "launch_with_pdl": True}
+        allreduce_fusion(x, self.workspace, self.pattern, **kwargs, **self.out)
 
     def fill(self, seed: int) -> Reduced:
         """Write other rows, and return the expected results."""

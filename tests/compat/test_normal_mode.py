@@ -150,8 +150,8 @@ def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
         args = {**again, **layout(buffer, mine)}
         if with_topk:
             args |= {"topk_idx": mine.ids, "topk_weights": mine.weights}
-        given = mine.fp8() if fp8 else mine.x
-        got, ids, weights, counts, handle, event = buffer.dispatch(given, **args)
+        inputs = mine.fp8() if fp8 else mine.x
+        got, ids, weights, counts, handle, event = buffer.dispatch(inputs, **args)
         assert handle is not None
         event.current_stream_wait()
         assert counts == want.counts
@@ -166,7 +166,7 @@ def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
             same(weights, want.weights)
             bound = max(*tokens, 1) * group.size
             got, ids, received, counts, most, _ = buffer.dispatch(
-                given, **args, num_worst_tokens=bound
+                inputs, **args, num_worst_tokens=bound
             )
             assert most is not None
             assert ids is not None
@@ -183,7 +183,7 @@ def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
         else:
             assert ids is None
             assert weights is None
-            got, *nothing, _ = buffer.dispatch(given, handle=handle, **again)
+            got, *nothing, _ = buffer.dispatch(inputs, handle=handle, **again)
             assert nothing == [None] * 4
             check_x(got, want, fp8)
         out, sums, event = buffer.combine(x, handle, weights, **again)
@@ -274,7 +274,7 @@ def biased(group: weft.Group, buffer: Buffer) -> None:
 @buffered()
 def growing(group: weft.Group, buffer: Buffer) -> list[int]:
     """Dispatch more tokens than before, on one rank only; older handles stay valid."""
-    found: list[int] = []
+    result: list[int] = []
     first: tuple[Any, ...] = ()
     for tokens in ((3, 5), (3, 130), (300, 0), (1, 1)):
         batches = [batch(r, tokens) for r in range(group.size)]
@@ -286,10 +286,10 @@ def growing(group: weft.Group, buffer: Buffer) -> list[int]:
         same(buffer.combine(whole(x), handle)[0], summed(batches[group.rank], group.size))
         first = first or (whole(x), handle, batches[group.rank])
         (fetch,) = made(buffer, RowFetch)
-        found.append(fetch.max_tokens)
+        result.append(fetch.max_tokens)
     x, handle, mine = first
     same(buffer.combine(x, handle)[0], summed(mine, group.size))
-    return found
+    return result
 
 
 @pytest.mark.parametrize("kind", KINDS)

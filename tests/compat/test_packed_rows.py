@@ -100,8 +100,8 @@ def packed(group: weft.Group, buffer: Buffer) -> None:
         exact = buffer.dispatch(mine.x, **args)
         more = buffer.dispatch(mine.x, **args, num_worst_tokens=2 * max(TOKENS))
         after = whole(more[0])[: len(exact[0])]  # rows that nobody sent hold anything
-        found = [t for t in (*exact[:3], after, *more[1:3]) if isinstance(t, torch.Tensor)]
-        assert len(found) == 6
+        result = [t for t in (*exact[:3], after, *more[1:3]) if isinstance(t, torch.Tensor)]
+        assert len(result) == 6
         (finding,) = made(buffer, RowDispatch)
         into = [torch.full((room + 2, size), 77, dtype=torch.uint8) for size in (24, 12)]
         sent = mine.ids.view(torch.uint8), mine.weights.view(torch.uint8)
@@ -113,7 +113,7 @@ def packed(group: weft.Group, buffer: Buffer) -> None:
             with pytest.raises(TokenOverflow):
                 finding.a2a.check()
         assert all(bool((t[room:] == 77).all()) for t in into)
-        return [*found, *(t[:1] for t in into)]
+        return [*result, *(t[:1] for t in into)]
 
     expected = calls()
     (exchange,) = made(buffer, RowDispatch)

@@ -23,9 +23,9 @@ SECTIONS: dict[str, tuple[Any, tuple[type, ...]]] = {
 
 
 def section(title: str) -> str:
-    found: str = PAGE.partition(f"\n## {title}")[2].partition("\n## ")[0]
-    assert found, title
-    return found
+    result: str = PAGE.partition(f"\n## {title}")[2].partition("\n## ")[0]
+    assert result, title
+    return result
 
 
 @pytest.mark.parametrize("title", SECTIONS)
@@ -50,8 +50,8 @@ def test_the_samples_use_existing_calls_and_arguments(title):
     module = SECTIONS[title][0]
     assert module.__name__ == imported[1]
     kind = getattr(module, imported[2])
-    found = re.findall(r"\b(?:a2a|buffer|layer|Buffer)\.(\w+)\((.*?)\)\n", code, re.DOTALL)
-    assert found
-    for name, given in found:
-        expected = set(re.findall(r"\b(\w+)=", given))
+    result = re.findall(r"\b(?:a2a|buffer|layer|Buffer)\.(\w+)\((.*?)\)\n", code, re.DOTALL)
+    assert result
+    for name, inputs in result:
+        expected = set(re.findall(r"\b(\w+)=", inputs))
         assert expected <= set(inspect.signature(getattr(kind, name)).parameters), (name, expected)

@@ -31,9 +31,9 @@ BF16 = torch.bfloat16
 
 def no_construction(group: weft.Group) -> None:
     def no(*words: str, mapping: Any = None, experts: int = 7, **changes: Any) -> None:
-        given = {"hidden_size": HIDDEN, **({} if mapping else {"group": group}), **changes}
+        kwargs = {"hidden_size": HIDDEN, **({} if mapping else {"group": group}), **changes}
         mapping = mapping or Mapping(group.rank, group.size)
-        refused(InvalidArgument, lambda: MoeAlltoAll(mapping, 8, 2, experts, **given), *words)
+        refused(InvalidArgument, lambda: MoeAlltoAll(mapping, 8, 2, experts, **kwargs), *words)
 
     no("hidden_size and workspace_size_per_rank are None", hidden_size=None)
     no("moe_ep_rank is missing", mapping=SimpleNamespace(rank=0, world_size=1))
@@ -121,8 +121,8 @@ def fusion(group: weft.Group) -> None:
     normed: dict[str, Any] = {"residual_in": rows.residual, "rms_gamma": rows.weight}
     with reduces.make(group) as workspace:
 
-        def no(pattern: int, *words: str, **given: Any) -> None:
-            call = lambda: allreduce_fusion(x, workspace, pattern, **normed, **given)  # noqa: E731
+        def no(pattern: int, *words: str, **kwargs: Any) -> None:
+            call = lambda: allreduce_fusion(x, workspace, pattern, **normed, **kwargs)  # noqa: E731
             refused(InvalidArgument, call, *words)
 
         for pattern in (3, 5):

@@ -25,7 +25,7 @@ def _anchors(text: str) -> set[str]:
 
 
 def _broken(path: Path, text: str) -> list[str]:
-    found = []
+    result = []
     for target in LINK.findall(CODE.sub("", text)):
         if re.match(r"https?://", target):
             continue
@@ -34,10 +34,10 @@ def _broken(path: Path, text: str) -> list[str]:
             continue
         there = path.parent / name if name else path
         if not there.exists():
-            found.append(f"{target}: there is no such file")
+            result.append(f"{target}: there is no such file")
         elif anchor and anchor not in _anchors(there.read_text() if name else text):
-            found.append(f"{target}: there is no such heading")
-    return found
+            result.append(f"{target}: there is no such heading")
+    return result
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -105,9 +105,9 @@ def test_commands_parse(command):
         targets += re.findall(r"^\.PHONY:(.*)", (ROOT / "Makefile").read_text(), re.M)[0].split()
         assert words[0] in targets
     elif words[:1] != ["-m"]:
-        script, *given = words if first == "python" else [first, *words]
+        script, *args = words if first == "python" else [first, *words]
         text = (ROOT / script).read_text()
-        for option in (word for word in given if word.startswith("--")):
+        for option in (word for word in args if word.startswith("--")):
             assert f'"{option}"' in text, f"{script} has no {option}"
 
 

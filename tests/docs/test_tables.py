@@ -43,13 +43,13 @@ def _figures(rows: list[list[str]]) -> list[str]:
 
 def _sources(text: str) -> list[int]:
     """Return the lines of result tables that name no source."""
-    found = []
+    result = []
     for line, above, rows in _tables(text):
         cells = [cell for row in rows for cell in row[1:] if cell]
         results = 2 * sum(bool(FIGURE.fullmatch(cell)) for cell in cells) >= max(1, len(cells))
         if results and not (AMONG.fullmatch(above) or NO_FIGURES.fullmatch(above)):
-            found.append(line)
-    return found
+            result.append(line)
+    return result
 
 
 def _numbers(value: Any) -> Iterator[float]:
@@ -79,12 +79,12 @@ def _says(text: str, value: float) -> bool:
 
 def _unknown(text: str) -> list[str]:
     """Return the figures that are in none of the files that their table names."""
-    found = []
+    result = []
     for _, above, rows in _tables(text):
         if names := AMONG.fullmatch(above):
             known = {each for file in names[1].split(", ") for each in _numbers(_load(file))}
-            found += [f for f in _figures(rows) if not any(_says(f, each) for each in known)]
-    return found
+            result += [f for f in _figures(rows) if not any(_says(f, each) for each in known)]
+    return result
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -58,8 +58,8 @@ def emulated_tree(mutation: Mutation | None = None) -> Tree:
 
 @functools.cache
 def _headers() -> Tree:
-    found = (path for end in ("cuh", "hpp", "cpp") for path in PACKAGE.rglob(f"*.{end}"))
-    return {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in found}
+    result = (path for end in ("cuh", "hpp", "cpp") for path in PACKAGE.rglob(f"*.{end}"))
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in result}
 
 
 def replace_bodies(tree: Tree, file: str, bodies: dict[str, str]) -> None:

@@ -69,8 +69,8 @@ def _statements(text: str) -> Iterator[tuple[int, int, str]]:
         semicolon = text.index(";", end)
         assert not text[end:semicolon].strip(), text[match.start() : semicolon]
         code = "".join(_STRING.findall(fields[0]))
-        given = [o for field in fields[1:3] for o in _split(field, ",") if o.strip()]
-        operands = [_STRING.sub("", o, count=1).strip() for o in given]
+        inputs = [o for field in fields[1:3] for o in _split(field, ",") if o.strip()]
+        operands = [_STRING.sub("", o, count=1).strip() for o in inputs]
         yield match.start(), semicolon + 1, "{ " + _code(code, operands) + " }"
 
 
@@ -78,14 +78,14 @@ def _code(code: str, operands: list[str]) -> str:
     body = code.strip().removeprefix("{").removesuffix("}") if code.strip()[:1] == "{" else code
 
     def named(argument: str) -> str:
-        given = re.sub(r"%(\d+)", lambda m: operands[int(m[1])], argument)
-        return given.strip().replace("%%", "%")
+        inputs = re.sub(r"%(\d+)", lambda m: operands[int(m[1])], argument)
+        return inputs.strip().replace("%%", "%")
 
-    found = []
+    result = []
     for statement in filter(None, (s.strip() for s in _split(body, ";"))):
         name, _, rest = statement.partition(" ")
-        found.append(_instruction(name, [named(a) for a in _split(rest, ",") if a.strip()]))
-    return " ".join(found)
+        result.append(_instruction(name, [named(a) for a in _split(rest, ",") if a.strip()]))
+    return " ".join(result)
 
 
 def _instruction(name: str, arguments: list[str]) -> str:

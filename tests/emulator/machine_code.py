@@ -44,16 +44,16 @@ def frames(cubin: bytes) -> dict[str, int]:
     by_name = {_text(cubin, names + head[0]): head for head in heads}
     symbols = next(head for head in heads if head[1] == 2)
     strings = heads[symbols[6]][4]
-    at, found = by_name[".nv.info"][4], {}
+    at, result = by_name[".nv.info"][4], {}
     end = at + by_name[".nv.info"][5]
     while at < end:
         kind, attribute, length = struct.unpack_from("<BBH", cubin, at)
         if kind == 4 and attribute == FRAME_SIZE:
             symbol, value = struct.unpack_from("<II", cubin, at + 4)
             (name,) = struct.unpack_from("<I", cubin, symbols[4] + 24 * symbol)
-            found[re.sub(r"^weft_[a-z]+_", "", _text(cubin, strings + name))] = value
+            result[re.sub(r"^weft_[a-z]+_", "", _text(cubin, strings + name))] = value
         at += 4 + (length if kind == 4 else 0)
-    return found
+    return result
 
 
 def _text(raw: bytes, at: int) -> str:
@@ -108,7 +108,7 @@ def _strong(text: str) -> Iterator[str]:
 
 def verbs(code: Iterable[str]) -> Counter[str]:
     """Count a kernel's accesses by order, width and scope, such as "release ST.64.SYS"."""
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     words, fence = [*code, ""], ""
     for word, after in zip(words, words[1:], strict=False):
         if word.startswith("fence."):
@@ -117,6 +117,6 @@ def verbs(code: Iterable[str]) -> Counter[str]:
             releases = fence == word.rpartition(".")[2] and not word.startswith("LD.")
             acquires = after == "drop" and not word.startswith("ST.")
             order = {(1, 0): "release", (0, 1): "acquire", (1, 1): "acq_rel"}
-            found[f"{order.get((releases, acquires), 'relaxed')} {word}"] += 1
+            result[f"{order.get((releases, acquires), 'relaxed')} {word}"] += 1
             fence = ""
-    return found
+    return result

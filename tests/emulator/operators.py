@@ -101,7 +101,7 @@ def places(shape: Shape) -> dict[str, range]:
     """Return the parts of a share by name."""
     layout, flags = Offsets.from_shape(shape), 8 * shape.ranks
     ready = HEADER_BYTES + -(-flags // 128) * 128
-    found = {
+    result = {
         "dispatched": range(HEADER_BYTES, HEADER_BYTES + flags),
         "ready": range(ready, ready + flags),
         "route": range(layout.route, layout.planes[0]),
@@ -109,13 +109,13 @@ def places(shape: Shape) -> dict[str, range]:
     }
     for name in ("arrived", "failed", "refusing"):
         at = getattr(Header, name).offset
-        found[name] = range(at, at + 4)
+        result[name] = range(at, at + 4)
     if layout.returned:
         size = shape.returned_rows * shape.returned_bytes
-        found["returned"] = range(layout.returned, layout.returned + size)
+        result["returned"] = range(layout.returned, layout.returned + size)
     for i, (at, pitch) in enumerate(zip(layout.planes, layout.pitches, strict=True)):
-        found[f"plane {i}"] = range(at, at + shape.ranks * shape.tokens * pitch)
-    return found
+        result[f"plane {i}"] = range(at, at + shape.ranks * shape.tokens * pitch)
+    return result
 
 
 def compile_low(shape: LowLatencyShape, *, defines: Sequence[str] = ()) -> Path:

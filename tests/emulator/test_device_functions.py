@@ -143,10 +143,10 @@ def test_tiles_of_long_experts_are_equally_high(library):
     for expert, first, rows, padded in tiles[: int(count)].tolist():
         assert rows <= padded <= GEMM.plan.block_m
         by_expert.setdefault(expert, []).append([first, rows])
-    for expert, wanted in enumerate(counts.tolist()):
+    for expert, expected in enumerate(counts.tolist()):
         parts = sorted(by_expert.get(expert, []))
         ends = [first + rows for first, rows in parts]
         assert [first for first, _ in parts] == [2048 * expert, *ends][: len(parts)]
-        assert sum(rows for _, rows in parts) == wanted
+        assert sum(rows for _, rows in parts) == expected
         assert len({rows for _, rows in parts[:-1]}) <= 1
-        assert all(parts[-1][1] <= rows for _, rows in parts), (wanted, parts)
+        assert all(parts[-1][1] <= rows for _, rows in parts), (expected, parts)

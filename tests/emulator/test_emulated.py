@@ -59,8 +59,8 @@ def emulated(
                 play(ar, case.next(seed=9), backend)
         slots = {"slots": range(HEADER_BYTES, 1 << 40)}
         # Rows, trailers and calls say themselves of which round they are.
-        wanted = {"slots": {"writes relaxed sys", "reads relaxed sys"}}
-        assert ways(watch.events(), slots) == wanted
+        expected = {"slots": {"writes relaxed sys", "reads relaxed sys"}}
+        assert ways(watch.events(), slots) == expected
 
 
 def half_a_row(

@@ -158,9 +158,9 @@ def test_received_tokens_of_more_sources_than_lanes() -> None:
             0, 6, (RANKS,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed)
         )
         counts[seed * 20 : seed * 20 + 12] = 0
-        found = torch.full((RANKS * 5,), -1, dtype=torch.int32)
-        pointers = (ctypes.c_void_p(each.data_ptr()) for each in (counts, found))
+        result = torch.full((RANKS * 5,), -1, dtype=torch.int32)
+        pointers = (ctypes.c_void_p(each.data_ptr()) for each in (counts, result))
         total = library.slots(*pointers)
         slots = [s * 5 + t for s, count in enumerate(counts.tolist()) for t in range(count)]
         assert total == len(slots)
-        assert found[:total].tolist() == slots
+        assert result[:total].tolist() == slots

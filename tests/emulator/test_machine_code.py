@@ -262,10 +262,10 @@ def test_kernels_exist_do_not_spill_and_keep_their_order(name: str, arch: str) -
         profiled = code.program.cubin(arch, defines=(DEFINE,))
         assert largest_frame(profiled) <= code.profiled, frames(profiled)
     kernels = {kernel: verbs(each) for kernel, each in strong_accesses(cubin).items()}
-    for kernel, wanted in code.verbs.items():
+    for kernel, expected in code.verbs.items():
         has = kernels[kernel]
-        few = {verb: has[verb] for verb, n in wanted.items() if has[verb] < n}
-        assert not few, f"{kernel} has too few of these: {few}, wanted {dict(wanted)}"
+        few = {verb: has[verb] for verb, n in expected.items() if has[verb] < n}
+        assert not few, f"{kernel} has too few of these: {few}, wanted {dict(expected)}"
     for kernel, has in kernels.items():
         # Peers see nothing that stops at the GPU; nothing that is the GPU's own goes further.
         assert not [v for v in has if v.endswith((".64.GPU", ".128.GPU", "CTA", "CLUSTER"))], kernel

@@ -108,9 +108,9 @@ def watching(
 
 def ways(events: Iterable[Event], places: dict[str, range]) -> dict[str, set[str]]:
     """Return the kinds of accesses of each accessed part of a share, by name."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for event in events:
         for name, place in places.items():
             if event.share >= 0 and event.offset in place:
-                found.setdefault(name, set()).add(event.how)
-    return found
+                result.setdefault(name, set()).add(event.how)
+    return result

@@ -84,15 +84,15 @@ class Case:
         experts, live = len(self.counts), self.live()
         x = torch.randn(self.rows, self.k, generator=seed) * 2
         w = torch.randn(experts, self.n, self.k, generator=seed) * self.k**-0.5
-        given: dict[str, Any] = {"counts": torch.tensor(self.counts, dtype=torch.int32)}
+        inputs: dict[str, Any] = {"counts": torch.tensor(self.counts, dtype=torch.int32)}
         wide = None
         if self.fp8_rows:
             a, a_scale = quantize(x, "fp8")
             a_scale[~live] = torch.nan
-            given["a_scale"] = a_scale.T.contiguous().T if self.k_major else a_scale
+            inputs["a_scale"] = a_scale.T.contiguous().T if self.k_major else a_scale
         if self.dtype == FP8:
             b = (w * 64).to(FP8)
-            given["b_scale"] = (
+            inputs["b_scale"] = (
                 torch.rand(experts, self.n // 128, self.k // 128, generator=seed) / 32
             )
         elif self.dtype == MXFP4:
@@ -103,21 +103,21 @@ class Case:
             values[:, 5::16, :16] &= 0x88
             scales[:, 5::16, 0] = 1
             wide = decode_mxfp4(values, scales)
-            b, given["b_scale"] = pack_mxfp4(values, scales)
+            b, inputs["b_scale"] = pack_mxfp4(values, scales)
         else:
             a, b = x.to(self.dtype), w.to(self.dtype)
         a.view(torch.uint8 if self.fp8_rows else torch.int16)[~live] = (
             0x7F if self.fp8_rows else 0x7FFF
         )
         if self.bias:
-            given["bias"] = torch.randn(experts, self.n, generator=seed).to(torch.bfloat16)
+            inputs["bias"] = torch.randn(experts, self.n, generator=seed).to(torch.bfloat16)
         if self.masked:
             a = a.view(experts, self.max_rows, self.k)
             if self.fp8_rows:
-                given["a_scale"] = given["a_scale"].unflatten(0, (experts, self.max_rows))
+                inputs["a_scale"] = inputs["a_scale"].unflatten(0, (experts, self.max_rows))
         else:
-            given["offsets"] = torch.tensor(self.starts, dtype=torch.int32)
-        moved = {name: tensor.to(device) for name, tensor in given.items()}
+            inputs["offsets"] = torch.tensor(self.starts, dtype=torch.int32)
+        moved = {name: tensor.to(device) for name, tensor in inputs.items()}
         return Made(self, a.to(device), b.to(device), moved, wide)
 
 
@@ -125,13 +125,13 @@ def shape_of(case: Case, block_m: int, epilogue: str, **more: Any) -> GemmShape:
     """Return the shape of Hopper's kernel; "gated" quantises if rows are FP8."""
     if epilogue == "gated" and case.fp8_rows:
         epilogue = "gated_fp8"
-    given = {
+    inputs = {
         "out_dtype": DTYPES_16BIT.get(case.dtype, "bf16"),
         "operand": OPERANDS[case.dtype],
         "bias": "bf16" if case.bias else "none",
     }
     sizes = (len(case.counts), case.n, case.k, WgmmaPlan(block_m))
-    return GemmShape(*sizes, epilogue, **(given | more))
+    return GemmShape(*sizes, epilogue, **(inputs | more))
 
 
 def every_exponent(device: str = "cpu") -> Made:
@@ -148,8 +148,8 @@ def every_exponent(device: str = "cpu") -> Made:
     rows = torch.zeros(case.rows, case.k)
     for row, exponent in enumerate(exponents.tolist()):
         rows[row, exponent * 32 : exponent * 32 + 32] = torch.randint(1, 4, (32,), generator=seed)
-    given = made.given | {"a_scale": torch.ones_like(made.given["a_scale"]), "b_scale": b_scale}
-    moved = {name: tensor.to(device) for name, tensor in given.items()}
+    inputs = made.given | {"a_scale": torch.ones_like(made.given["a_scale"]), "b_scale": b_scale}
+    moved = {name: tensor.to(device) for name, tensor in inputs.items()}
     a, wide = rows.to(FP8), decode_mxfp4(values, scales)
     return replace(made, a=a.to(device), b=b.to(device), given=moved, wide=wide)
 

@@ -117,6 +117,6 @@ def compiled(call: GemmCall, plan: GemmPlan, folder: Path) -> Compiled:
     cubin.write_bytes(made.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
-    assert found, usage.stdout
-    return Compiled(made.asm["ptx"], int(found[1]), int(found[2]), made.metadata.shared)
+    result = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
+    assert result, usage.stdout
+    return Compiled(made.asm["ptx"], int(result[1]), int(result[2]), made.metadata.shared)

@@ -167,14 +167,14 @@ class EmulatedGemms:
     def _write_late(self, call: GemmCall) -> None:
         """Write what the previous kernel writes until it ends: rows, scales and dst_addr."""
         dst_addr = call.epilogue.dst_addr if isinstance(call.epilogue, Push) else None
-        found = [t for t in (call.a, call.a_scale, dst_addr) if t is not None]
-        at = (ctypes.c_void_p * len(found))(*(t.data_ptr() for t in found))
+        result = [t for t in (call.a, call.a_scale, dst_addr) if t is not None]
+        at = (ctypes.c_void_p * len(result))(*(t.data_ptr() for t in result))
         spans = [
             (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
             * t.element_size()
-            for t in found
+            for t in result
         ]
-        self.library.write_late(len(found), at, (ctypes.c_uint64 * len(found))(*spans))
+        self.library.write_late(len(result), at, (ctypes.c_uint64 * len(result))(*spans))
 
 
 def tensor_map(

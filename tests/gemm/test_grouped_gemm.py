@@ -142,9 +142,9 @@ def agreed(
 def test_every_tile_gives_the_same_bits(device: str, epilogue: Epilogue, dtype: torch.dtype):
     case = CASES["contiguous"] if device == "cuda" else Case(n=512, bias=True)
     made = make(replace(case, dtype=dtype), device)
-    wanted, first = made.oracle(), None
+    expected, first = made.oracle(), None
     for tile in tiles(device, dtype, gating=isinstance(epilogue, Gated)):
-        got = agreed(made, wanted, epilogue, tile, device)
+        got = agreed(made, expected, epilogue, tile, device)
         first = first or got
         assert device != "cuda" or got.same_bits(first), tile
 
@@ -157,15 +157,15 @@ def test_every_tile_gives_the_same_bits(device: str, epilogue: Epilogue, dtype: 
 )
 def test_layouts(device: str, name: str, dtype: torch.dtype):
     made = make(replace((ON_GPU if device == "cuda" else SMALL)[name], dtype=dtype), device)
-    wanted = made.oracle()
+    expected = made.oracle()
     if device != "cuda":
         for tile in tiles(device, dtype, gating=False):
-            agreed(made, wanted, STORE, tile, device)
+            agreed(made, expected, STORE, tile, device)
         return
     for rows in (16, 128):
         for epilogue in (STORE, GatedQuant()) if dtype == FP8 else (STORE,):
             chosen = plan(4, rows, 512, 1024, dtype, gated=epilogue is not STORE)
-            agreed(made, wanted, epilogue, chosen, device)
+            agreed(made, expected, epilogue, chosen, device)
 
 
 @by_kernel
@@ -177,9 +177,9 @@ def test_quantising_has_the_bits_of_the_reference(device: str):
     made.b.copy_(torch.randint(-3, 4, made.b.shape))
     made.b[:, :128] = 0  # a block of zeros
     made.a[3, 0], made.a[5, 0] = torch.nan, torch.inf  # rows that are broken
-    given = {name: tensor.cpu() for name, tensor in made.given.items()}
+    inputs = {name: tensor.cpu() for name, tensor in made.given.items()}
     gating = GatedQuant(alpha=0.0, offset=0.5)
-    theirs = Made(made.case, made.a.cpu(), made.b.cpu(), given).call(gating)
+    theirs = Made(made.case, made.a.cpu(), made.b.cpu(), inputs).call(gating)
     assert theirs.scales is not None
     assert bool(theirs.scales[[3, 5]].isnan().all())
     assert bool((theirs.scales[:3, 0] == 0).all())
@@ -199,9 +199,9 @@ def test_rows_are_pushed_to_their_dst_addr(device: str, masked: bool, dtype: tor
     made = make(replace(case, masked=masked, dtype=dtype), device)
     with kernel(device):
         for tile in tiles(device, dtype, gating=False):
-            wanted = made.call(plan=tile).numbers.reshape(made.case.rows, -1)
+            expected = made.call(plan=tile).numbers.reshape(made.case.rows, -1)
             stored, came = made.pushed(tile)
-            assert torch.equal(stored[came], wanted[came])
+            assert torch.equal(stored[came], expected[came])
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != FP8])
@@ -267,8 +267,8 @@ def test_rows_with_flag_in_data_have_no_sentinel(dtype: torch.dtype, aborted: in
     assert bool((words[came] != -1).all())
     assert bool((words[~came] == -1).all())
     assert torch.equal(remote[came].isnan(), stored[came].isnan())
-    kept, wanted = remote[came].float(), stored[came].float()
-    torch.testing.assert_close(kept, wanted, rtol=2.0**-7, atol=0.02, equal_nan=True)
+    kept, expected = remote[came].float(), stored[came].float()
+    torch.testing.assert_close(kept, expected, rtol=2.0**-7, atol=0.02, equal_nan=True)
 
 
 @by_reference

@@ -190,16 +190,16 @@ def test_rows_are_those_of_the_oracle(hopper: Hopper, name: str, epilogue: str):
         # the smallest numbers are lost, with FP8 weights as well.
         case = replace(case, window=4)
     made, (how, tolerance) = case.make(hopper.device), epilogue_for(case, epilogue)
-    wanted, first = made.oracle(), None
+    expected, first = made.oracle(), None
     if isinstance(how, Gated):
-        wanted = gated(how, wanted)
+        expected = gated(how, expected)
     if on_gpu and case.dtype != MXFP4:
         tile = plan(4, 32, case.n, case.k, case.dtype, gated=isinstance(how, Gated))
         first = made.call(how, tile)
     for seed, rows in enumerate(block_ms(name, hopper.device)):
         hopper.draw(seed, (seed + len(epilogue)) % 3)
         ours = made.call(how, WgmmaPlan(rows))
-        ours.agrees(wanted, tolerance)
+        ours.agrees(expected, tolerance)
         first = first or ours
         assert not on_gpu or ours.same_bits(first), rows
 
@@ -375,14 +375,14 @@ def test_biases_and_results_of_other_dtypes(hopper: Hopper, name: str, epilogue:
     case, bias, out, block_m = DTYPES[name]
     made, tile = case.make(hopper.device), WgmmaPlan(block_m)
     made.given["bias"] = made.given["bias"].to(bias)
-    wanted, how = made.oracle(), Gated(1.702, 1.0, 0.7)
+    expected, how = made.oracle(), Gated(1.702, 1.0, 0.7)
     for seed, sms in enumerate((2, 4, 6)):
         hopper.draw(seed, sms=sms)
         if epilogue == "gated":
-            made.call(how, tile, out).agrees(gated(how, wanted), 2.0**-6)
+            made.call(how, tile, out).agrees(gated(how, expected), 2.0**-6)
             continue
         got = made.call(STORE, tile, out)
-        got.agrees(wanted, 2.0**-6)
+        got.agrees(expected, 2.0**-6)
         if epilogue == "push":
             stored, came = made.pushed(tile, out)
             assert torch.equal(stored[came], got.numbers.reshape(case.rows, -1)[came])

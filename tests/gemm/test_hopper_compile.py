@@ -94,9 +94,9 @@ def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int):
     assert sum(spills) <= (72 if ctas > 1 else 0), log
     assert "serialized" not in log, log
     code = disassemble(cubin)
-    found = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)
+    result = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)
     # Where CTAs share an SM, tiles of more than 64 rows are multiplied in two parts.
-    assert {int(n) for n in found} == set(wgmma_ns(min(block_m, 64) if ctas > 1 else block_m))
+    assert {int(n) for n in result} == set(wgmma_ns(min(block_m, 64) if ctas > 1 else block_m))
     assert not re.search(r"QGMMA\S* R\d+, gdesc", code), "no weights from shared memory"
     assert "UBLKCP" in code
     assert "UTMALDG.2D.MULTICAST" in code
@@ -116,8 +116,8 @@ def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(epilogue: str, block_m: 
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}, log
     assert "serialized" not in log, log
     code = disassemble(cubin)
-    found = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32\.?(BF16|)\b", code)
-    assert {(int(n), kind) for n, kind in found} == {(n, type_) for n in wgmma_ns(block_m)}
+    result = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32\.?(BF16|)\b", code)
+    assert {(int(n), kind) for n, kind in result} == {(n, type_) for n in wgmma_ns(block_m)}
     assert "UTMALDG.2D.MULTICAST" in code
     assert ("UTMALDG.5D" in code) == (epilogue in ("gated", "situ"))
     assert re.search(r"STG?\.E\.\S*128", code) or re.search(r"ST\.E\.128", code)

@@ -40,12 +40,12 @@ def test_bits_of_mxfp4_are_those_of_fp8_weights(name: str):
     fp8 = unpack_mxfp4(made.b, torch.ones_like(factor)).to(FP8)
     ones = torch.ones(len(factor), case.n // 128, case.k // 128, device="cuda")
     theirs = replace(made, b=fp8, given=made.given | {"b_scale": ones}).call(plan=WgmmaPlan(64))
-    wanted, live = theirs.numbers.view(case.rows, -1).float(), case.live()
+    expected, live = theirs.numbers.view(case.rows, -1).float(), case.live()
     for expert, (start, count) in enumerate(zip(case.starts, case.counts, strict=False)):
-        wanted[start : start + count] *= factor[expert]
+        expected[start : start + count] *= factor[expert]
     for rows in MXFP4_BLOCK_MS:
         ours = made.call(plan=WgmmaPlan(rows)).numbers.view(case.rows, -1)
-        assert torch.equal(ours[live], wanted[live].bfloat16()), rows
+        assert torch.equal(ours[live], expected[live].bfloat16()), rows
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_graphs_replay_with_other_counts(dtype: torch.dtype, programmatic: bool,
         down, down_scale = pack_mxfp4(*quantize_mxfp4(wide))
     out = torch.empty(rows, 512, dtype=BF16, device="cuda")
     act = torch.empty(rows, 512, dtype=FP8, device="cuda"), torch.empty(rows, 4, device="cuda")
-    given = up.given | {"programmatic_launch": programmatic, "plan": WgmmaPlan(128)}
-    given["prefetch_weights"] = prefetch
+    kwargs = up.given | {"programmatic_launch": programmatic, "plan": WgmmaPlan(128)}
+    kwargs["prefetch_weights"] = prefetch
 
     def both() -> None:
-        grouped_gemm(up.a, up.b, out=act, epilogue=GatedQuant(), **given)
-        mine = given | {"a_scale": act[1], "b_scale": down_scale}
+        grouped_gemm(up.a, up.b, out=act, epilogue=GatedQuant(), **kwargs)
+        mine = kwargs | {"a_scale": act[1], "b_scale": down_scale}
         grouped_gemm(act[0], down, out=out, **mine)
 
     both()
@@ -79,10 +79,10 @@ def test_graphs_replay_with_other_counts(dtype: torch.dtype, programmatic: bool,
         up.given["counts"].copy_(torch.tensor(counts))
         out.fill_(UNTOUCHED)
         both()
-        wanted = out.clone()
+        expected = out.clone()
         out.fill_(UNTOUCHED)
         graph.replay()
-        assert torch.equal(out, wanted)
+        assert torch.equal(out, expected)
 
 
 def test_weights_come_early_and_rows_do_not():
@@ -92,20 +92,20 @@ def test_weights_come_early_and_rows_do_not():
     weights = torch.randn(experts, size, size, device="cuda").bfloat16() * size**-0.5
     counts = torch.tensor([200, 37, 150], dtype=torch.int32, device="cuda")
     offsets = torch.tensor([0, 200, 240, 400], dtype=torch.int32, device="cuda")
-    given: dict[str, Any] = {"counts": counts, "offsets": offsets, "plan": WgmmaPlan(160)}
+    kwargs: dict[str, Any] = {"counts": counts, "offsets": offsets, "plan": WgmmaPlan(160)}
 
     def chain(**how: Any) -> torch.Tensor:
         x, y = rows.clone(), torch.zeros_like(rows)
         for _ in range(40):
-            grouped_gemm(x, weights, out=y, **given, **how)
+            grouped_gemm(x, weights, out=y, **kwargs, **how)
             x, y = y, x
         return x
 
-    wanted = chain()
+    expected = chain()
     live = [slice(0, 200), slice(200, 237), slice(240, 390)]
     for _ in range(50):
         got = chain(programmatic_launch=True, prefetch_weights=True)
-        assert all(torch.equal(got[part], wanted[part]) for part in live)
+        assert all(torch.equal(got[part], expected[part]) for part in live)
 
 
 def test_counts_are_read_as_the_kernel_before_the_last_left_them():
@@ -118,19 +118,19 @@ def test_counts_are_read_as_the_kernel_before_the_last_left_them():
     offsets = torch.tensor([0, 130, 260, 400], dtype=torch.int32, device="cuda")
     other = torch.full_like(counts, 130)  # all rows that any count may ask for
     h, out = torch.zeros_like(rows), torch.empty(rounds, *rows.shape, device="cuda").bfloat16()
-    given: dict[str, Any] = {"offsets": offsets, "plan": WgmmaPlan(160)}
+    kwargs: dict[str, Any] = {"offsets": offsets, "plan": WgmmaPlan(160)}
 
     def play(prefetch: bool) -> torch.Tensor:
         out.fill_(UNTOUCHED)
         for i in range(rounds):
             counts.copy_(drawn[i])
             how: dict[str, Any] = {"programmatic_launch": prefetch}
-            grouped_gemm(rows, weights, counts=other, out=h, **how, **given)
+            grouped_gemm(rows, weights, counts=other, out=h, **how, **kwargs)
             how["prefetch_weights"] = prefetch
-            grouped_gemm(h, weights, counts=counts, out=out[i], **how, **given)
+            grouped_gemm(h, weights, counts=counts, out=out[i], **how, **kwargs)
         return out.clone()
 
-    wanted = play(False)
+    expected = play(False)
     play(True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -138,7 +138,7 @@ def test_counts_are_read_as_the_kernel_before_the_last_left_them():
         got = play(True)
     for _ in range(30):
         graph.replay()
-        assert torch.equal(got, wanted)
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")

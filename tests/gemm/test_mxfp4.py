@@ -72,8 +72,8 @@ def test_scales_of_zeros_are_ignored():
     values = codes(1, 128, 32) | 1
     values[..., :16] &= 0x88
     near, far = torch.tensor([120, 120]), torch.tensor([7, 120])
-    found = [pack_mxfp4(values, s.repeat(1, 128, 1).byte()) for s in (near, far)]
-    assert torch.equal(unpack_mxfp4(*found[0]), unpack_mxfp4(*found[1]))
+    result = [pack_mxfp4(values, s.repeat(1, 128, 1).byte()) for s in (near, far)]
+    assert torch.equal(unpack_mxfp4(*result[0]), unpack_mxfp4(*result[1]))
     nothing = pack_mxfp4(values & 0x88, far.repeat(1, 128, 1).byte())
     assert not bool(unpack_mxfp4(*nothing).any())
 
@@ -86,13 +86,13 @@ def test_rounding_is_to_nearest_even_of_the_ocp_rule():
     x[0, 0, 32:34] = torch.tensor([1.0, -0.0])
     values, scales = quantize_mxfp4(x)
     assert scales.tolist() == [[[127, 125]]]
-    found = decode_mxfp4(values, scales)[0, 0]
+    result = decode_mxfp4(values, scales)[0, 0]
     even = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 4.0], dtype=torch.float64)
-    assert torch.equal(found[:8], even)
-    assert torch.equal(found[8:16], -even)
-    assert found[16] == 6
-    assert found[32] == 1
-    assert bool(found[[8, 33]].signbit().all())
+    assert torch.equal(result[:8], even)
+    assert torch.equal(result[8:16], -even)
+    assert result[16] == 6
+    assert result[32] == 1
+    assert bool(result[[8, 33]].signbit().all())
 
 
 def test_rounding_again_changes_nothing():
@@ -181,10 +181,10 @@ def test_the_reference_gates_and_pushes():
 
 
 def test_plans_hold_most_experts_in_one_tile():
-    wanted = {1: 32, 8: 32, 16: 32, 32: 64, 64: 96, 96: 128, 128: 160, 4096: 160}
-    found = {m: fastest_plan(32, m, 4096, 7168, MXFP4, gated=True) for m in wanted}
-    assert found == {m: WgmmaPlan(block_m) for m, block_m in wanted.items()}
-    for block_m in set(wanted.values()):
+    expected = {1: 32, 8: 32, 16: 32, 32: 64, 64: 96, 96: 128, 128: 160, 4096: 160}
+    result = {m: fastest_plan(32, m, 4096, 7168, MXFP4, gated=True) for m in expected}
+    assert result == {m: WgmmaPlan(block_m) for m, block_m in expected.items()}
+    for block_m in set(expected.values()):
         stages = WgmmaPlan(block_m).stages(512, "mxfp4")
         assert 3 <= stages <= 16
         assert stages * (9 * 1024 + 132 * block_m) < SHARED_BYTES[0]

@@ -40,9 +40,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[GemmCall]:
     return calls
 
 
-def call(case: Case, **given: Any) -> Any:
+def call(case: Case, **kwargs: Any) -> Any:
     made = case.make()
-    return grouped_gemm(made.a, made.b, **made.given, **given)
+    return grouped_gemm(made.a, made.b, **made.given, **kwargs)
 
 
 @pytest.mark.parametrize("case", [Case(), Case(masked=True), Case(torch.float16, bias=True)])
@@ -55,8 +55,8 @@ def test_an_equal_call_is_launched_without_a_check(
         made = replace(case, seed=seed).make()
         kept.append((made, grouped_gemm(made.a, made.b, **made.given)))
     assert len(checked) == 1
-    found = [(at[OUT], at[-2], at[-1]) for at in launches]
-    assert found == [(out.data_ptr(), m.a.data_ptr(), m.b.data_ptr()) for m, out in kept]
+    result = [(at[OUT], at[-2], at[-1]) for at in launches]
+    assert result == [(out.data_ptr(), m.a.data_ptr(), m.b.data_ptr()) for m, out in kept]
     assert all(out.shape == kept[0][1].shape for _, out in kept)
 
 
@@ -92,8 +92,8 @@ def test_checked_properties_are_part_of_the_key(
 ):
     record_launches(monkeypatch)
     made = Case().make()
-    for given in ({}, OTHERS[name], {}, OTHERS[name]):
-        grouped_gemm(made.a, made.b, **{**made.given, **given})
+    for inputs in ({}, OTHERS[name], {}, OTHERS[name]):
+        grouped_gemm(made.a, made.b, **{**made.given, **inputs})
     assert len(checked) == 2
 
 
@@ -140,9 +140,9 @@ def test_a_tensor_map_is_encoded_for_each_new_address(monkeypatch: pytest.Monkey
     arguments, at = kernels.Arguments(checked), checked.addresses
     for a, b, boxes in ((16, 32, 5), (16, 32, 0), (48, 32, 4), (48, 64, 1)):
         encoded.clear()
-        found = arguments.with_addresses([*at[:-2], a, b])
+        result = arguments.with_addresses([*at[:-2], a, b])
         assert len(encoded) == boxes
-        assert list(found.weights_map) == [b] * kernels.MAP_WORDS
-        assert [list(words) for words in found.rows_map] == [[a] * kernels.MAP_WORDS] * 4
-        assert found.counts == made.given["counts"].data_ptr()
-        assert (found.out, found.out_scales) == (at[2], 0)
+        assert list(result.weights_map) == [b] * kernels.MAP_WORDS
+        assert [list(words) for words in result.rows_map] == [[a] * kernels.MAP_WORDS] * 4
+        assert result.counts == made.given["counts"].data_ptr()
+        assert (result.out, result.out_scales) == (at[2], 0)

@@ -23,8 +23,8 @@ from weft.moe import Gating
 Change = Callable[[Made], dict[str, Any]]
 
 
-def push(made: Made, dtype: torch.dtype | None = None, **given: Any) -> dict[str, Any]:
-    return {"epilogue": Push(torch.zeros(made.case.rows, dtype=torch.int64), dtype, **given)}
+def push(made: Made, dtype: torch.dtype | None = None, **kwargs: Any) -> dict[str, Any]:
+    return {"epilogue": Push(torch.zeros(made.case.rows, dtype=torch.int64), dtype, **kwargs)}
 
 
 INT = torch.int32
@@ -153,10 +153,10 @@ def test_refused(name: str, known: bool, monkeypatch: pytest.MonkeyPatch):
         record_launches(monkeypatch)
     case, change, words = CHANGES[name]
     made = case.make()
-    given: dict[str, Any] = {"a": made.a, "b": made.b, **made.given}
-    grouped_gemm(**given)  # as it is, it is served
+    kwargs: dict[str, Any] = {"a": made.a, "b": made.b, **made.given}
+    grouped_gemm(**kwargs)  # as it is, it is served
     with pytest.raises(InvalidArgument, match=words):
-        grouped_gemm(**given | change(made))
+        grouped_gemm(**kwargs | change(made))
 
 
 @pytest.mark.parametrize(

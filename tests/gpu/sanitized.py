@@ -63,18 +63,18 @@ def rounds(group: weft.Group) -> None:
             x, ids, weights, _ = case.of(group.rank, CPU)
             if ids.numel():
                 ids[0, 0] = 2**31 - 1
-            given = [t.to(group.device) for t in (x, ids, weights)]
+            args = [t.to(group.device) for t in (x, ids, weights)]
             for _ in range(2):
-                received = a2a.dispatch(*given)
+                received = a2a.dispatch(*args)
                 if exact:
                     y = weft.reference.identity_experts(arrived(a2a, received), case.dtype)
                     a2a.output().copy_(y)
                 out = a2a.combine().cpu()
                 if exact:
-                    wanted = weft.reference.identity_round_trip(
+                    expected = weft.reference.identity_round_trip(
                         x, ids, weights, a2a.placement, ranks=group.size
                     )
-                    assert torch.equal(bits(out), bits(wanted))
+                    assert torch.equal(bits(out), bits(expected))
             if ids.numel():
                 with contextlib.suppress(BadExpertId):
                     a2a.check()
@@ -87,19 +87,19 @@ def sums(group: weft.Group) -> None:
     made = [torch.randn(17, 1032, generator=torch.Generator().manual_seed(r)) for r in range(3)]
     *parts, residual = (t.bfloat16() for t in made)
     weight = torch.linspace(0.5, 2, 1032)
-    wanted = weft.reference.allreduce_fused(parts, residual, weight)
-    assert wanted.norm is not None
-    assert wanted.residual is not None
+    expected = weft.reference.allreduce_fused(parts, residual, weight)
+    assert expected.norm is not None
+    assert expected.residual is not None
     x, added, scale = (t.to(group.device) for t in (parts[group.rank], residual, weight))
     sizes: dict[str, Any] = {"max_tokens": 17, "hidden": 1032, "timeout": 200.0}
     for at in ("owner", "receiver"):
         with weft.AllReduce(group, epilogue_at=at, **sizes) as reduce:
             for backend in reduce.backends * 2:
-                found = reduce.fused(x, residual=added, weight=scale, backend=backend)
-                assert found.norm is not None
-                assert found.residual is not None
-                assert torch.equal(bits(found.norm.cpu()), bits(wanted.norm))
-                assert torch.equal(bits(found.residual.cpu()), bits(wanted.residual))
+                result = reduce.fused(x, residual=added, weight=scale, backend=backend)
+                assert result.norm is not None
+                assert result.residual is not None
+                assert torch.equal(bits(result.norm.cpu()), bits(expected.norm))
+                assert torch.equal(bits(result.residual.cpu()), bits(expected.residual))
         say("summed by", reduce.backends, "with the epilogue at the", at)
 
 
@@ -133,19 +133,19 @@ WAYS = (
 def rows_return(group: weft.Group) -> None:
     """Play every way twice; rows that are not FP8 must have the bits of the first. Collective."""
     x, ids, weights, _ = CASE.of(group.rank, CPU)
-    given = [t.to(group.device) for t in (x, ids, weights)]
-    wanted: torch.Tensor | None = None
+    args = [t.to(group.device) for t in (x, ids, weights)]
+    expected: torch.Tensor | None = None
     for way, sent in WAYS:
         options = combining(way) | {"split_phase": True}
         with weft.AllToAll(group, **CASE.sizes(16), **options, **PATIENT) as a2a:
             groups = ExpertGroups(a2a, align=8)
             for _ in range(2):
-                grouped = groups.gather(a2a.dispatch(*given))
+                grouped = groups.gather(a2a.dispatch(*args))
                 send(a2a, groups, grouped, sent)
                 out = a2a.combine_recv().cpu()
-                wanted = out if wanted is None else wanted
+                expected = out if expected is None else expected
                 assert torch.isfinite(out.float()).all()
-                assert way == "fp8" or torch.equal(bits(out), bits(wanted)), (way, sent)
+                assert way == "fp8" or torch.equal(bits(out), bits(expected)), (way, sent)
             a2a.check()
             groups.close()
 

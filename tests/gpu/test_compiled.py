@@ -69,15 +69,15 @@ def test_replays_run_without_the_host(group):
             received = a2a.dispatch(x * 2, ids, weights)
             return (a2a.combine(received.x) + 1,)
 
-        wanted, traced = body(x), compiled(body, CAPTURED)
+        expected, traced = body(x), compiled(body, CAPTURED)
         for _ in range(3):  # compiled and warmed up, captured, replayed
-            same(traced(x), wanted)
+            same(traced(x), expected)
         settle(group.device)
         host, device = a2a._round, a2a.history()[-1].epoch
         for _ in range(5):
-            same(traced(x), wanted)
+            same(traced(x), expected)
         settle(group.device)
         assert a2a._round == host
         assert a2a.history()[-1].epoch == device + 5
-        same(body(x), wanted)
+        same(body(x), expected)
         a2a.check()

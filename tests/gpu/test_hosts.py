@@ -94,13 +94,13 @@ def layers(group: weft.Group) -> None:
         x, logits = case.of(group.rank, group.device)
         with case.open(group, **options) as layer:
             out = layer(x, logits)
-            wanted = case.wanted(layer, x, logits, quantize=options.get("quantize"))
+            expected = case.wanted(layer, x, logits, quantize=options.get("quantize"))
             torch.cuda.synchronize()
             layer.check()
         if len(x):
             coarse = 2.0**-3 if options.get("combine_dtype") else 0.0
-            most = 1.5 * bound(case.config, wanted) + coarse * float(wanted.abs().max())
-            assert float((out.float() - wanted).abs().max()) <= most, name
+            most = 1.5 * bound(case.config, expected) + coarse * float(expected.abs().max())
+            assert float((out.float() - expected).abs().max()) <= most, name
 
 
 def test_layers_match_the_reference(ranks):

@@ -18,7 +18,7 @@ LATE_US = (600, 1200)  # about as long as a GPU's threads took to read their hos
 def milliseconds(group, tokens):
     """Return medians of CALLS all-reduces, of which rank 0 begins the first one LATE_US late."""
     x = torch.randn(tokens, 7168, device=group.device).bfloat16()
-    found = []
+    result = []
     with weft.AllReduce(group, max_tokens=tokens, hidden=7168, timeout=20.0) as allreduce:
         allreduce.fused(x)
         torch.cuda.synchronize()
@@ -38,8 +38,8 @@ def milliseconds(group, tokens):
                 end.record()
                 end.synchronize()
                 times.append(begin.elapsed_time(end))
-            found.append(statistics.median(times))
-    return found
+            result.append(statistics.median(times))
+    return result
 
 
 @pytest.mark.parametrize("tokens", [32, 384])

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.gpu(2)  # NCCL needs a GPU for each rank
 
 
 def meet(group):
-    with Group.from_torch(group.process_group(), timeout=100.0) as found:
-        return found.all_gather(found.rank), found.device.index
+    with Group.from_torch(group.process_group(), timeout=100.0) as result:
+        return result.all_gather(result.rank), result.device.index
 
 
 def test_ranks_meet_over_nccl():

@@ -148,7 +148,7 @@ def _numbers(module: CudaModule, name: str) -> tuple[int, ...]:
 def litmus(group: weft.Group, form: str, runs: int, rounds: int) -> list[dict[str, Any]]:
     """Return every run's stale vectors and us per round. Raises PeerTimeout on both ranks."""
     test = Litmus(group, form)
-    found = []
+    result = []
     for run in range(runs):
         producer, consumer = group.all_gather(test.run(run * rounds, rounds))
         if producer["late"] or consumer["late"]:
@@ -157,11 +157,11 @@ def litmus(group: weft.Group, form: str, runs: int, rounds: int) -> list[dict[st
                 f"{consumer['late']} of the consumer waited past {RUN_SECONDS:g} s; is anything "
                 "else running on these GPUs?"
             )
-        found.append({"stale": consumer["stale"], "us": round(consumer["us"], 2)})
+        result.append({"stale": consumer["stale"], "us": round(consumer["us"], 2)})
     group.barrier()  # nobody unmaps what a peer still uses
     test.heap.close()
     test.module.unload()
-    return found
+    return result
 
 
 def measured(

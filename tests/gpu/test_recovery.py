@@ -151,14 +151,14 @@ def test_a_graph_works_after_a_replacement(
     replay = captured(group, step)
     hold(step, replay, 1)
     die_replaying(step, replay, VICTIM, tmp_path)
-    found = group.recover(timeout=PATIENCE)
-    assert found.dead == (VICTIM,)
+    result = group.recover(timeout=PATIENCE)
+    assert result.dead == (VICTIM,)
     hold(step, replay, 2)
     meeting = group.open_meeting()
     began = time.monotonic()
     process = start(newcomer, meeting.address, VICTIM, name, device) if group.rank == 0 else None
     group.replace(meeting, timeout=PATIENCE)
-    print(f"{name}: recovered in {found.seconds} s, replaced in {time.monotonic() - began:.1f} s")
+    print(f"{name}: recovered in {result.seconds} s, replaced in {time.monotonic() - began:.1f} s")
     step.reset(0, group.living)
     step()  # the new process warms up
     group.barrier()

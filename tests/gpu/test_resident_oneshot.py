@@ -34,12 +34,12 @@ def exact(group: weft.Group, hidden: int) -> list[str]:
         rows = [[case.rows(rank, group.device) for rank in range(group.size)] for case in cases]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = [ar.fused(xs[group.rank], backend="oneshot") for xs in rows]
+            result = [ar.fused(xs[group.rank], backend="oneshot") for xs in rows]
         for _ in range(20):
             graph.replay()
         settle(group.device)
         ar.check()
-        for got, xs in zip(found, rows, strict=True):
+        for got, xs in zip(result, rows, strict=True):
             same(got, weft.reference.allreduce_fused(xs))
         kernels: Any = ar._kernels
         return [kernels._launches["oneshot", n].launcher.function.name for n in SIZES]

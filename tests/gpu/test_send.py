@@ -73,10 +73,10 @@ class Layer:
         """Compare with the same round scattered."""
         self.others.gather(self.beside.dispatch(*self.inputs))
         self.others.scatter(self.source)
-        wanted = self.beside.combine()
+        expected = self.beside.combine()
         torch.cuda.synchronize()
         self.a2a.check()
-        assert torch.equal(bits(self.out), bits(wanted))
+        assert torch.equal(bits(self.out), bits(expected))
 
 
 @on_ranks(2, [CUDA])

@@ -35,7 +35,7 @@ def replay(group: weft.Group, form: str, method: str) -> float:
         with torch.cuda.graph(graph):
             out = worker.step(x, everyone, padding)
         graphs[size] = graph, x, padding, out
-    found, order = 0.0, random.Random(1)
+    result, order = 0.0, random.Random(1)
     for turn in range(40):
         size, eager = order.choice(SIZES), turn % 3 == 0
         real = order.randint(0, size)
@@ -47,10 +47,10 @@ def replay(group: weft.Group, form: str, method: str) -> float:
         else:
             graph.replay()
         want = alone(x.cpu(), real=real, layers=1)
-        found = max(found, far(out.float().cpu(), want.float()))
+        result = max(result, far(out.float().cpu(), want.float()))
     assert not engine._blocks or not engine._blocks.broken
     leave()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("count", [1, 2])

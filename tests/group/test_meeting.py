@@ -236,14 +236,14 @@ def test_the_reason_of_a_rank_that_raises_reaches_all_before_its_socket_ends(
         others.release()
         return connection
 
-    def fails(*given):
+    def fails(*args):
         if leaver == 0:  # once the others are there to be told
             assert others.acquire(timeout=LONG)
             assert others.acquire(timeout=LONG)
-        elif given[1].rank != leaver or "peer" not in given[2].body:
-            return real(*given)
+        elif args[1].rank != leaver or "peer" not in args[2].body:
+            return real(*args)
         else:  # all have come: one that comes later only hears that the meeting is over
-            given[2].drop()
+            args[2].drop()
         raise ValueError("no memory for it")
 
     if leaver == 0:

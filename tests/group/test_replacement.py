@@ -43,29 +43,29 @@ from {module} import {body}
 """
 
 
-def start(body, address, rank, *given):
+def start(body, address, rank, *args):
     """Start a new interpreter that will join as rank `rank`."""
     code = NEWCOMER.format(module=body.__module__, body=body.__name__)
-    return subprocess.Popen([sys.executable, "-c", code, address, str(rank), *map(str, given)])
+    return subprocess.Popen([sys.executable, "-c", code, address, str(rank), *map(str, args)])
 
 
-def fork(body, address, rank, *given):
+def fork(body, address, rank, *args):
     """Start a process that will join as rank `rank`, by this process's fork server."""
     server: Any = forkserver._forkserver
     server.ensure_running = lambda: None  # as it would in the launcher; here it starts another
     process = multiprocessing.get_context("forkserver").Process(
-        target=born, args=(dict(os.environ), body, address, rank, *given)
+        target=born, args=(dict(os.environ), body, address, rank, *args)
     )
     process.start()
     return process
 
 
-def born(environment, body, *given):
+def born(environment, body, *args):
     os.environ.update(environment)
     server: Any = forkserver._forkserver
     server.ensure_running = lambda: None
     torch.set_num_threads(1)
-    body(*given)
+    body(*args)
 
 
 def end_well(process):
@@ -93,10 +93,10 @@ def recover(group, *dead):
     assert group.recover(timeout=LONG).dead == dead
 
 
-def begin(group, body, rank, *given):
+def begin(group, body, rank, *args):
     """Open a meeting; rank 0 starts the process that joins as `rank`."""
     meeting = group.open_meeting()
-    return meeting, fork(body, meeting.address, rank, *given) if group.rank == 0 else None
+    return meeting, fork(body, meeting.address, rank, *args) if group.rank == 0 else None
 
 
 def meet_at_0(group):
@@ -202,8 +202,8 @@ def meets_some(address, rank, how):
     plane: Any = ControlPlane
     send = plane._send
 
-    def one_part(self, peer, op, *given):
-        send(self, peer, op, *given)
+    def one_part(self, peer, op, *args):
+        send(self, peer, op, *args)
         if op == "replace":
             die() if how == "dies" else stop()
 
@@ -215,7 +215,7 @@ def start_may_take_long():
     """Start this rank's deadlines after all have met, because a process starts first."""
     groups: Any = weft.group.recovery
     meet = groups.meet
-    groups.meet = lambda *place, **given: meet(*place, **{**given, "timeout": LONG})
+    groups.meet = lambda *place, **inputs: meet(*place, **{**inputs, "timeout": LONG})
 
 
 @pytest.mark.parametrize("how", ["dies", "stops", "rank 0 gives up"])
@@ -236,8 +236,8 @@ def test_a_partly_met_process_is_admitted_by_no_rank(group, how):
     meeting, process = begin(group, meets_some, 3, how)
     meet_again = group._recovery._meet_again
 
-    def noted(*given):
-        met.append(meet_again(*given))
+    def noted(*args):
+        met.append(meet_again(*args))
         return met[0]
 
     group._recovery._meet_again = noted
@@ -266,9 +266,9 @@ def test_a_survivor_that_times_out_still_admits_the_process(group):
     meeting, process = begin(group, lives_on, 3)
     move = group._recovery._take_in
 
-    def late(*given):
+    def late(*args):
         time.sleep(2.5)
-        return move(*given)
+        return move(*args)
 
     if group.rank > 0:
         group._recovery._take_in = late
@@ -290,8 +290,8 @@ class Interrupted(Exception):
 
 
 def interrupts(call):
-    def interrupted(*given):
-        call(*given)
+    def interrupted(*args):
+        call(*args)
         raise Interrupted
 
     return interrupted
@@ -464,9 +464,9 @@ class Objects:
                 assert bool((out == 10.0).all())
             else:
                 x, logits = LAYER.next(seed=seed).of(rank, torch.device("cpu"))
-                wanted = LAYER.wanted(called, x, logits)
-                error = (called(x, logits).float() - wanted).abs().max()
-                assert error <= bound(LAYER.config, wanted), name
+                expected = LAYER.wanted(called, x, logits)
+                error = (called(x, logits).float() - expected).abs().max()
+                assert error <= bound(LAYER.config, expected), name
 
 
 def works(address, rank):

@@ -181,13 +181,13 @@ def test_a_hello_with_invalid_fields_raises(meeting):
     def admit(fields):
         hello = {**good, **fields}
         data = json.dumps(hello)
-        found, told = rank_that_reads(meeting, data.encode(), hub=True)
+        result, told = rank_that_reads(meeting, data.encode(), hub=True)
         if not is_json(hello):  # so nobody has seen a nonce
-            assert found == set()
+            assert result == set()
         elif repr(hello) in (repr(good), repr({**good, "rank": 0})):
-            assert found == {hello["rank"]}
+            assert result == {hello["rank"]}
         else:
-            assert found == "error"
+            assert result == "error"
             assert "disagree" in json.loads(told)["fail"] or "came as" in json.loads(told)["fail"]
 
     admit()
@@ -210,9 +210,9 @@ def test_any_answer_of_the_hub_raises_a_typed_error(meeting):
 def test_an_invalid_socket_is_refused(meeting, odd):
     def hub():
         assert meeting.listener is not None
-        while not (found := list(meeting.accept())):
+        while not (result := list(meeting.accept())):
             time.sleep(0.01)
-        (connection,) = found
+        (connection,) = result
         with connection:
             connection.send(module.encode_hello(meeting, {"pid": 7}))
             connection.send(json.dumps(odd).encode())

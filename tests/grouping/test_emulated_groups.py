@@ -65,9 +65,9 @@ def test_kernels_send_as_the_cpu_does(group, name, layout):
         groups, others = (ExpertGroups(each, **LAYOUTS[layout]) for each in (a2a, plain))
         entries = emulate(groups)
         for give_back in (sent, stored_at_owners if way == "choices" else scattered) * 2:
-            wanted = round_trip(plain, others, case, scattered)
+            expected = round_trip(plain, others, case, scattered)
             got = round_trip(a2a, groups, case, give_back)
-            assert torch.equal(bits(got), bits(wanted))
+            assert torch.equal(bits(got), bits(expected))
         with watching(group, entries.library, a2a.site.stride, whole=False) as watch:
             round_trip(a2a, groups, case, sent)
         check_touched(watch.events(), a2a, way)

@@ -28,10 +28,10 @@ def test_whole_rounds(group):
             a2a.output().fill_(float("nan"))
             groups.scatter(groups.gather(received).x)
             out = a2a.combine(add=add)
-            wanted = weft.reference.identity_round_trip(
+            expected = weft.reference.identity_round_trip(
                 x, ids, None, a2a.placement, ranks=group.size, add=add
             )
-            assert torch.equal(bits(out), bits(wanted))
+            assert torch.equal(bits(out), bits(expected))
             settle(group.device)
             a2a.check()
 
@@ -128,14 +128,14 @@ def test_a_captured_round_replays_with_any_routing(group):
             received.payloads[0].copy_(torch.rand(received.payloads[0].shape))
             graph.replay()
             torch.cuda.synchronize()
-            given = host(received)
+            inputs = host(received)
             out = a2a.output().cpu()
             for s, count in enumerate(counts):
                 for t in range(count):
                     total = torch.zeros(24)
                     for k in range(3):
-                        if given.ids[s, t, k] >= 0:
-                            total = total + given.weights[s, t, k] * (given.x[s, t] * 2).float()
-                    if bool((given.ids[s, t] >= 0).any()):
+                        if inputs.ids[s, t, k] >= 0:
+                            total = total + inputs.weights[s, t, k] * (inputs.x[s, t] * 2).float()
+                    if bool((inputs.ids[s, t] >= 0).any()):
                         assert torch.equal(out[s, t], total.bfloat16())
         a2a.check()

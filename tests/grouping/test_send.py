@@ -60,10 +60,10 @@ def same_bits(
             groups, others = ExpertGroups(a2a, **option), ExpertGroups(plain, **option)  # type: ignore[arg-type]
             for seed, case in enumerate(rounds):
                 now = case.next(seed=seed, tokens=case.tokens[seed:] + case.tokens[:seed])
-                wanted = round_trip(plain, others, now, scattered)
+                expected = round_trip(plain, others, now, scattered)
                 for name, give_back in returns.items():
                     got = round_trip(a2a, groups, now, give_back)
-                    assert torch.equal(bits(got), bits(wanted)), (now, layout, name)
+                    assert torch.equal(bits(got), bits(expected)), (now, layout, name)
             groups.close()
             others.close()
             settle(group.device)
@@ -104,11 +104,11 @@ def test_rows_of_any_length(group):
     """Rows need not be a multiple of a warp's width."""
     case = Round(tokens=(9, 16), hidden=264)
     with make(group, case, combine="pull") as plain:
-        wanted = round_trip(plain, ExpertGroups(plain), case, scattered)
+        expected = round_trip(plain, ExpertGroups(plain), case, scattered)
     for way in ("push", "choices"):
         with make(group, case, **combining(way)) as a2a:
             got = round_trip(a2a, ExpertGroups(a2a), case, sent)
-            assert torch.equal(bits(got), bits(wanted))
+            assert torch.equal(bits(got), bits(expected))
 
 
 @on_ranks(2)
@@ -179,11 +179,11 @@ def test_late_and_absent_sums(group):
     options = {"combine": "push", "_defines": ("WEFT_FAULTS=1",)}
     with make(group, case, **options) as a2a:
         groups = ExpertGroups(a2a)
-        wanted = round_trip(a2a, groups, case, scattered)
+        expected = round_trip(a2a, groups, case, scattered)
         if group.rank == 1:
             plan_fault(a2a, COMBINE_ENTER, JITTER, argument=400_000)
         for _ in range(8):
-            assert torch.equal(bits(round_trip(a2a, groups, case, sent)), bits(wanted))
+            assert torch.equal(bits(round_trip(a2a, groups, case, sent)), bits(expected))
         hurry(a2a, 2.0)
         if group.rank == 1:
             plan_fault(a2a, COMBINE_ENTER, STAY_AWAY)
@@ -246,8 +246,8 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
             a2a.combine_recv()
         settle(group.device)
         group.barrier()
-        wanted = round_trip(plain, others, case, scattered)
-        assert torch.equal(bits(round_trip(a2a, groups, case, sent)), bits(wanted))
+        expected = round_trip(plain, others, case, scattered)
+        assert torch.equal(bits(round_trip(a2a, groups, case, sent)), bits(expected))
 
 
 @pytest.mark.parametrize("kind", ANY)

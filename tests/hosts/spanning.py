@@ -50,14 +50,14 @@ def across(
 
     def decorate(body: Test) -> Test:
         @functools.wraps(body)
-        def spread(group: weft.Group, **given: Any) -> None:
+        def spread(group: weft.Group, **kwargs: Any) -> None:
             def run(spanning: weft.Group) -> None:
-                body(spanning, **given)
+                body(spanning, **kwargs)
                 # Rank 0 serves the store in which others look for the cause of a failure.
                 with contextlib.suppress(RendezvousFailed):
                     group.barrier(timeout=60.0)
 
-            on_hosts(group, given[hosts] if isinstance(hosts, str) else hosts, run)
+            on_hosts(group, kwargs[hosts] if isinstance(hosts, str) else hosts, run)
 
         return on_ranks(count, "cpu", **options)(spread)
 

@@ -40,8 +40,8 @@ def rounds(group: weft.Group, _folder: Path, count: int, quantize: str | None) -
             return low.config.span.rail_bytes(TOKENS)
     if quantize == "layer":
         config = MoEConfig(HIDDEN, 32, Routing(CASE.experts, CASE.top_k))
-        given = partial(made, config)
-        with weft.MoE(group, config, given, max_tokens=2 * TOKENS, mode="throughput") as layer:
+        inputs = partial(made, config)
+        with weft.MoE(group, config, inputs, max_tokens=2 * TOKENS, mode="throughput") as layer:
             for _ in range(count):
                 layer(x, topk_ids=ids, topk_weights=weights, rows=TOKENS)
             span = layer.exchange.config.span

@@ -36,13 +36,13 @@ def test_layers_match_the_reference(group: weft.Group) -> None:
             again = layer(x, logits, rows=8)  # of 20 slots for each host
             layer(x[:0], logits[:0], rows=0)
             assert torch.equal(out, again), name
-            wanted = case.wanted(layer, x, logits, quantize=options.get("quantize"))
+            expected = case.wanted(layer, x, logits, quantize=options.get("quantize"))
             layer.check()
-        off = float((out.float() - wanted).abs().max()) if len(x) else 0.0
+        off = float((out.float() - expected).abs().max()) if len(x) else 0.0
         # One more rounding, of each host's sum; FP8 sums are rounded to an eighth of 2^-3.
         coarse = 2.0**-3 if options.get("combine_dtype") else 0.0
-        most = float(wanted.abs().max()) if len(x) else 1.0
-        assert off <= 1.5 * bound(case.config, wanted) + coarse * most, name
+        most = float(expected.abs().max()) if len(x) else 1.0
+        assert off <= 1.5 * bound(case.config, expected) + coarse * most, name
 
 
 @across(2, 2)

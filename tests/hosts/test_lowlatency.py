@@ -39,11 +39,11 @@ def rounds(group: weft.Group, tokens: tuple[int, ...]) -> None:
                 play(low, mode, each, poison=False, split_phase=name == "halves")
             ins = [case.turned(seed).of(group.rank, group.device) for seed in (98, 99)]
             alive = [low.dispatch(*each[:3]) for each in ins]
-            for given, rows in zip(ins, alive, strict=True):
-                _, ids, weights, add = given
+            for inputs, rows in zip(ins, alive, strict=True):
+                _, ids, weights, add = inputs
                 out = low.combine(expert_results(low, rows), ids, weights, rows.handle, add=add)
                 settle(group.device)
-                assert torch.equal(bits(out), bits(wanted_out(low, mode, case, given)))
+                assert torch.equal(bits(out), bits(wanted_out(low, mode, case, inputs)))
             low.check()
 
 

@@ -36,8 +36,8 @@ from weft.group.torch_groups import TorchControl
 def describe(*boots: str, parts: str = "", kinds: Sequence[str] = ()) -> list[Any]:
     """Return the reports of ranks on such machines."""
     names = ("boot", "part", "device")
-    given = boots, parts or "-" * len(boots), kinds or ["cuda"] * len(boots)
-    places = [dict(zip(names, each, strict=True)) for each in zip(*given, strict=True)]
+    args = boots, parts or "-" * len(boots), kinds or ["cuda"] * len(boots)
+    places = [dict(zip(names, each, strict=True)) for each in zip(*args, strict=True)]
     return [
         each | {"host": f"{each['boot']}-0", "part": each["part"].strip("-"), "token": "t"}
         for each in places
@@ -69,9 +69,9 @@ TWO, ALL = ((0, 2), (1, 3)), [0, 1, 2, 3]
     ],
 )
 def test_machines_that_map_all_of_each_other_are_one_host(boots, parts, reached, ranks, names):
-    found = group_by_host(describe(*boots, parts=parts), reached)
-    assert found[0] == ranks
-    assert names in (None, found[1])
+    result = group_by_host(describe(*boots, parts=parts), reached)
+    assert result[0] == ranks
+    assert names in (None, result[1])
 
 
 def test_a_domain_has_a_maximum_of_ranks():
@@ -110,7 +110,7 @@ def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> 
     domain = {boot: each for each in domains or ["".join(boots)] for boot in each}
     own = [r for r, boot in enumerate(boots) if domain[boot] == domain[boots[group.rank]]]
 
-    def found(places: list[Any], _: object) -> Any:
+    def group_hosts(places: list[Any], _: object) -> Any:
         machines, of = group_by_machine(places), [domain[each["boot"]] for each in places]
         return group_by_host(places, [[m[0] for m in machines if of[m[0]] == each] for each in of])
 
@@ -122,7 +122,7 @@ def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> 
 
     patch = pytest.MonkeyPatch()
     patch.setattr("weft.group.hosts.this_host", lambda: {**where, "boot": boots[group.rank]})
-    patch.setattr("weft.group.group.group_by_host", found)
+    patch.setattr("weft.group.group.group_by_host", group_hosts)
     # To the end of the process, whose groups over torch are all of this: heaps are made later.
     pytest.MonkeyPatch().setattr(TorchControl, "exchange_fds", exchange_fds)
     pytest.MonkeyPatch().setattr("weft.heap.heap._refuse_descriptors", Mock())

@@ -181,10 +181,10 @@ def test_entries_are_listed_and_cleared_and_nothing_else(cache: Cache) -> None:
     for name in (f"{key_of(entry='damaged')}.data", "notes.json"):
         (cache.path / name).write_text("{}")
     (cache.path / f"{KEY}.00ff.tmp").touch()  # of a builder that was killed
-    found = cache.entries()
-    assert [(entry.key, entry.bytes) for entry in found] == list(zip(keys, (1, 2, 3), strict=True))
-    assert [entry.name for entry in found] == ["thing0", "thing1", "thing2"]
-    assert {(entry.kind, entry.arch) for entry in found} == {("cubin", "sm_90a")}
+    result = cache.entries()
+    assert [(entry.key, entry.bytes) for entry in result] == list(zip(keys, (1, 2, 3), strict=True))
+    assert [entry.name for entry in result] == ["thing0", "thing1", "thing2"]
+    assert {(entry.kind, entry.arch) for entry in result} == {("cubin", "sm_90a")}
     cache.clear()
     assert [path.name for path in cache.path.iterdir()] == ["notes.json"]
     assert store(cache) == b"code"

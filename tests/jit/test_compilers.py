@@ -38,8 +38,8 @@ def add(cache: Cache, source: str = ADD, **options: Any) -> ctypes.CDLL:
 
 
 def fill(cache: Cache, source: str = FILL, **options: Any) -> bytes:
-    given = {"name": "fill", "arch": "sm_90a", "options": ["-DVALUE=7"], **options}
-    return nvrtc.compile_cubin(source, **given, cache=cache)
+    kwargs = {"name": "fill", "arch": "sm_90a", "options": ["-DVALUE=7"], **options}
+    return nvrtc.compile_cubin(source, **kwargs, cache=cache)
 
 
 @dataclass(frozen=True)

@@ -53,18 +53,18 @@ def leftovers(temporary):
 
 def children():
     """Return the descendants of this process from /proc."""
-    found, todo = [], [os.getpid()]
+    result, todo = [], [os.getpid()]
     while todo:
         pid = todo.pop()
         try:
             for task in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
                     kids = [int(kid) for kid in file.read().split()]
-                found += kids
+                result += kids
                 todo += kids
         except FileNotFoundError:
             continue
-    return sorted(found)
+    return sorted(result)
 
 
 def rank_threads():

@@ -71,8 +71,8 @@ def test_memory_accesses_have_the_required_order(group, name):
 
 
 def tracks_of(tracks: torch.Tensor, phase: str) -> list[ctypes.Structure]:
-    found = [TraceRecord.from_buffer_copy(bytes(row.numpy())) for row in tracks.flatten(0, 1)]
-    return [t for t in found if t.epoch and PHASES[t.phase] == phase]
+    result = [TraceRecord.from_buffer_copy(bytes(row.numpy())) for row in tracks.flatten(0, 1)]
+    return [t for t in result if t.epoch and PHASES[t.phase] == phase]
 
 
 @on_ranks(2, [EMULATED])

@@ -195,13 +195,13 @@ def test_ranks_need_not_have_counted_the_same_dispatches(group):
     x, ids, weights, _ = inputs(group)
     with make(group) as a2a:
         got = a2a.dispatch(x, ids, weights)
-        wanted = a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
+        expected = a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
         a2a._number -= group.rank
         got = a2a.dispatch(x, ids, weights)
         again = a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
         settle(group.device)
         a2a.check()
-        assert torch.equal(again, wanted)
+        assert torch.equal(again, expected)
 
 
 def results_of_modes(group: weft.Group) -> list[list[int]]:

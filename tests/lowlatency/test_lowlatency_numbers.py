@@ -67,14 +67,14 @@ def delivered(group: weft.Group, name: str) -> None:
         assert torch.equal(bits(got.x[0]), bits(numbers))
         if scales is not None:
             assert got.scales is not None
-            found = low.unpack_scales(got.scales, scales.shape[1])[0]
+            result = low.unpack_scales(got.scales, scales.shape[1])[0]
             # Which NaN a block has is not part of the meaning where it travels as a power of two.
-            assert torch.equal(found.isnan(), scales.isnan())
-            assert torch.equal(found[~found.isnan()], scales[~scales.isnan()])
+            assert torch.equal(result.isnan(), scales.isnan())
+            assert torch.equal(result[~result.isnan()], scales[~scales.isnan()])
         y = x[None].clone()
         out = a2a.combine(y, ids, None, got.handle)
-        wanted = low.combine(x[:, None], ids, None, a2a.placement)
-        assert torch.equal(bits(out), bits(wanted.where(~wanted.isnan(), _nan(wanted))))
+        expected = low.combine(x[:, None], ids, None, a2a.placement)
+        assert torch.equal(bits(out), bits(expected.where(~expected.isnan(), _nan(expected))))
 
 
 def _nan(like: torch.Tensor) -> torch.Tensor:
@@ -119,9 +119,9 @@ def test_sums_are_weighted_in_top_k_order(group, reduce, combine_dtype):
         out = a2a.combine(y, ids, weights, got.handle)
         local = torch.tensor(a2a.placement.local, device=x.device)[ids]
         rows = x[:, None] * (local + 1)[..., None].to(x.dtype)
-        wanted = low.combine(
+        expected = low.combine(
             rows, ids, weights, a2a.placement, reduce=reduce, combine_dtype=combine_dtype
         )
-        both_nan = out.isnan() & wanted.isnan()
-        assert torch.equal(bits(out[~both_nan]), bits(wanted[~both_nan]))
+        both_nan = out.isnan() & expected.isnan()
+        assert torch.equal(bits(out[~both_nan]), bits(expected[~both_nan]))
         assert bool(both_nan[0].any())

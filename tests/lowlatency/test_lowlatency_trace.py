@@ -33,23 +33,23 @@ def traced(group: weft.Group, folder: str) -> list[Work]:
             play(a2a, MODE, case.next(seed=seed), poison=False)
         group.barrier()
         a2a.dump_trace(Path(folder) / f"{group.rank}.json")
-        found = read_work(a2a._tracks, group.rank, group.size)
+        result = read_work(a2a._tracks, group.rank, group.size)
         group.barrier()
-        return found
+        return result
 
 
 @pytest.mark.parametrize("kind", ANY)
 def test_every_kept_round_is_there_with_its_steps(ranks, kind, tmp_path):
     works = ranks(2, kind)(traced, str(tmp_path))
-    for rank, found in enumerate(works):
-        assert {work.epoch for work in found} == set(range(9, 41))
-        assert {(w.phase, w.role) for w in found} >= {
+    for rank, result in enumerate(works):
+        assert {work.epoch for work in result} == set(range(9, 41))
+        assert {(w.phase, w.role) for w in result} >= {
             ("dispatch", "sender"),
             ("dispatch", "receiver"),
             ("combine", "sender"),
             ("combine", "receiver"),
         }
-        for work in found:
+        for work in result:
             assert work.rank == rank
             assert 0 < work.start_ns <= work.end_ns
             if work.role == "sender":
@@ -67,8 +67,8 @@ def test_every_kept_round_is_there_with_its_steps(ranks, kind, tmp_path):
 
 def pages(*tracks: ctypes.Structure) -> torch.Tensor:
     """Return `[1, teams, bytes]`: the records of one operation, and an empty one."""
-    found = [bytes(track) for track in tracks] + [bytes(ctypes.sizeof(TraceRecord))]
-    return torch.tensor([list(page) for page in found], dtype=torch.uint8)[None]
+    result = [bytes(track) for track in tracks] + [bytes(ctypes.sizeof(TraceRecord))]
+    return torch.tensor([list(page) for page in result], dtype=torch.uint8)[None]
 
 
 SENT = TraceRecord(epoch=3, start_ns=1000, credited=500, ended=900, phase=1, role=1, team=1)
@@ -84,8 +84,8 @@ def test_clock_ticks_come_from_teams_with_both_clocks():
 def test_slices_are_on_rank_0s_clock():
     work = Work(1, "dispatch", 3, "receiver", 7, 2, 1000, 0, 1500, 4000, (0, 800))
     document = to_chrome([work], Skew((0.0, 500.0), 20.0, 32))
-    found = [(e["name"], e["ts"], e["dur"]) for e in document["traceEvents"] if e["ph"] == "X"]
-    assert found == [("receive metadata", 1.5, 0.5), ("receive rows", 2.0, 2.5)]
+    result = [(e["name"], e["ts"], e["dur"]) for e in document["traceEvents"] if e["ph"] == "X"]
+    assert result == [("receive metadata", 1.5, 0.5), ("receive rows", 2.0, 2.5)]
     waits = [e["args"]["waited_us"] for e in document["traceEvents"] if e["ph"] == "X"]
     assert waits == [{"rank 1": 0.8}] * 2
     assert document["metadata"]["uncertainty_ns"] == 20

@@ -37,9 +37,9 @@ def test_training_never_sees_a_held_out_question():
 
 def test_every_step_of_an_answer_is_right():
     for each in islice(questions(5, held_out=True), 500):
-        found = re.fullmatch(r"(.+)=(\d+)\. (.+)=(\d+)\. #### (\d+)", each.answer)
-        assert found is not None
-        first, between, second, result, final = found.groups()
+        results = re.fullmatch(r"(.+)=(\d+)\. (.+)=(\d+)\. #### (\d+)", each.answer)
+        assert results is not None
+        first, between, second, result, final = results.groups()
         assert each.question.startswith(first)
         assert second.startswith(between)
         assert _sum(first) == int(between) >= 0

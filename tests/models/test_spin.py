@@ -222,11 +222,11 @@ def spin() -> str:
     """Return the path of the SPIN model checker."""
     run([str(ROOT / "tools" / "need_spin.sh")], ROOT)
     # Another program of that name is common (a developer tool for Python), so ask it who it is.
-    found = shutil.which("spin")
-    assert found is not None
-    version = run([found, "-V"], ROOT)
+    result = shutil.which("spin")
+    assert result is not None
+    version = run([result, "-V"], ROOT)
     assert SPIN in version, f"the verdicts are of {SPIN}, this is {version}"
-    return found
+    return result
 
 
 @pytest.mark.parametrize(

@@ -105,11 +105,11 @@ class Layers:
             settle(self.group)  # peers may still be reading what is about to go
         self._stack.close()
 
-    def call(self, layer: weft.MoE, poison: bool, *given: torch.Tensor, **more: Any) -> None:
+    def call(self, layer: weft.MoE, poison: bool, *args: torch.Tensor, **more: Any) -> None:
         spoiler = self.poisons[id(layer)]
         spoiler.on = poison
         spoiler.begin()
-        layer(*given, **more)
+        layer(*args, **more)
 
     def check(self) -> dict[str, int]:
         """Raise errors and wrong words once everything has run."""
@@ -147,19 +147,19 @@ class Step:
         self.turn += 1
         self.x.normal_(generator=self.source)
         self.logits.normal_(generator=self.source)
-        wanted = (self.experts + self.turn) % EXPERTS < CONFIG.routing.top_k
-        self.logits += (wanted & (self.turn % 4 == 0)) * LEAN
+        expected = (self.experts + self.turn) % EXPERTS < CONFIG.routing.top_k
+        self.logits += (expected & (self.turn % 4 == 0)) * LEAN
         self.count.random_(0, len(self.x) + 1, generator=self.source)
 
     def compare(self) -> None:
         """Run one round of both layers into outputs of different values; both must write."""
         layers = self.layers
-        given = (self.x, self.logits)
+        args = (self.x, self.logits)
         self.wanted.fill_(float("nan"))
         self.found.fill_(float("inf"))
-        layers.call(layers.plain, self.poison, *given, num_tokens=self.count, out=self.wanted)
+        layers.call(layers.plain, self.poison, *args, num_tokens=self.count, out=self.wanted)
         other = layers.others[self.mode]
-        layers.call(other, self.poison, *given, num_tokens=self.count, out=self.found)
+        layers.call(other, self.poison, *args, num_tokens=self.count, out=self.found)
         wrong = (words(self.wanted) != words(self.found)).sum() + (~self.wanted.isfinite()).sum()
         layers.wrong[self.mode] += wrong
 
@@ -174,9 +174,9 @@ def against_reference(layers: Layers) -> None:
     x, logits = case.of(group.rank, group.device)
     layers.call(layers.plain, True, x, logits, out=(out := torch.full_like(x, float("nan"))))
     settle(group)
-    wanted = case.wanted(layers.plain, x, logits, fp8=layers.fp8)
+    expected = case.wanted(layers.plain, x, logits, fp8=layers.fp8)
     slack = max(3.0 if layers.fp8 else 1.0, 16 / 5 if layers.fp8_home else 1.0)
-    case.hold(out, wanted, slack)
+    case.hold(out, expected, slack)
 
 
 def captured(step: Step) -> Callable[[], None]:

@@ -49,21 +49,21 @@ def stacked(*experts: int, config: MoEConfig = CONFIG) -> ExpertWeights:
 
 def separate(config: MoEConfig = CONFIG) -> Tensors:
     """Return gate, up and down of each expert."""
-    found: Tensors = {}
+    result: Tensors = {}
     for index, expert in enumerate(experts_of(config)):
         gate, up = expert.gate_up.chunk(2)
         for name, tensor in (("gate", gate), ("up", up), ("down", expert.down)):
-            found[f"{NAME}.{index}.{name}_proj.weight"] = tensor.contiguous()
-    return found
+            result[f"{NAME}.{index}.{name}_proj.weight"] = tensor.contiguous()
+    return result
 
 
 def in_fp8() -> Tensors:
     """Return the same in FP8 blocks of 128 x 128 with scales, as DeepSeek stores them."""
-    found: Tensors = {}
+    result: Tensors = {}
     for name, tensor in separate().items():
         packed, scales = quantize_blocks(tensor.unsqueeze(0))
-        found[name], found[f"{name}_scale_inv"] = packed[0], scales[0]
-    return found
+        result[name], result[f"{name}_scale_inv"] = packed[0], scales[0]
+    return result
 
 
 def save(folder: Path, *shards: Tensors) -> Path:
@@ -92,11 +92,11 @@ def write_index(folder: Path, weight_map: object) -> None:
 
 def read(folder: Path, *experts: int, **options: Any) -> ExpertWeights:
     options = {"config": CONFIG, **options}
-    found = ExpertWeights.from_safetensors(folder, LAYER, experts, **options)
-    device = found.gate_up.device
+    result = ExpertWeights.from_safetensors(folder, LAYER, experts, **options)
+    device = result.gate_up.device
     assert device.type == torch.device(options.get("device", "cpu")).type
-    found.check(options["config"], len(experts), device, fp8=options.get("fp8", False))
-    return found
+    result.check(options["config"], len(experts), device, fp8=options.get("fp8", False))
+    return result
 
 
 def same(a: ExpertWeights, b: ExpertWeights) -> None:
@@ -115,9 +115,9 @@ def test_some_experts_of_one_layer_in_many_files(tmp_path):
     names = sorted(tensors)
     folder = save(tmp_path, *({n: tensors[n] for n in names[i::3]} for i in range(3)))
     with torch.device("meta"):  # the caller's default device does not matter
-        found = read(folder, 2, 0, 2)
-    same(found, stacked(2, 0, 2))
-    found.gate_up.zero_()  # these tensors are the caller's
+        result = read(folder, 2, 0, 2)
+    same(result, stacked(2, 0, 2))
+    result.gate_up.zero_()  # these tensors are the caller's
     same(read(folder, 2), stacked(2))
     assert read(folder).gate_up.shape == (0, 256, 256)
     for dtype in (torch.float16, torch.float32):
@@ -215,10 +215,10 @@ def gpt_oss(config: MoEConfig) -> tuple[Tensors, dict[str, torch.Tensor]]:
 def holds(weights: ExpertWeights, values: dict[str, torch.Tensor], *, packed: bool) -> None:
     """Whether weights equal these values; matrices also have scales if `packed`."""
     for name, expected in values.items():
-        found = getattr(weights, name)
+        result = getattr(weights, name)
         if packed and name in MATRICES:
-            found, expected = dequantized(weights, name), expected.float()
-        assert torch.equal(found, expected), name
+            result, expected = dequantized(weights, name), expected.float()
+        assert torch.equal(result, expected), name
 
 
 def test_mxfp4_with_gate_and_up_interleaved(tmp_path):
@@ -248,13 +248,13 @@ def test_mxfp4_of_other_sizes_is_zero_padded(tmp_path):
 def deepseek_v4() -> tuple[Tensors, dict[str, torch.Tensor]]:
     """Return MXFP4 as DeepSeek-V4 stores it, and its values."""
     tensors: Tensors = {}
-    found = {"w1": mxfp4_of(128, 256, 1), "w3": mxfp4_of(128, 256, 2), "w2": mxfp4_of(256, 128, 3)}
-    for name, (values, scales) in found.items():
+    result = {"w1": mxfp4_of(128, 256, 1), "w3": mxfp4_of(128, 256, 2), "w2": mxfp4_of(256, 128, 3)}
+    for name, (values, scales) in result.items():
         for expert in range(EXPERTS):
             key = f"layers.{LAYER}.ffn.experts.{expert}.{name}"
             tensors[f"{key}.weight"] = values[expert].view(torch.int8).clone()
             tensors[f"{key}.scale"] = scales[expert].view(torch.float8_e8m0fnu).clone()
-    gate, up, down = (decode_mxfp4(*each).bfloat16() for each in found.values())
+    gate, up, down = (decode_mxfp4(*each).bfloat16() for each in result.values())
     return tensors, {"gate_up": torch.cat((gate, up), dim=1), "down": down}
 
 
@@ -408,17 +408,17 @@ def test_scales_of_every_form(tmp_path, kind):
     scales = whole_matrices([each.scale for each in drawn])
     for name, values in whole_matrices([each.values for each in drawn]).items():
         assert torch.equal(getattr(plain, name)[0], values.bfloat16())
-        found = dequantized(packed, name)[0]
+        result = dequantized(packed, name)[0]
         if form.numbers == "int4" or kind.startswith("fp8 row"):
-            assert torch.equal(found, widened(*quantize_blocks(values.unsqueeze(0)))[0])
+            assert torch.equal(result, widened(*quantize_blocks(values.unsqueeze(0)))[0])
             continue
         top = scales[name].unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).amax(dim=(1, 3))
         assert torch.equal(getattr(packed, f"{name}_scale")[0], top)
         top = top.repeat_interleave(128, 0).repeat_interleave(128, 1)
         exact = values.abs() >= 2.0**-6 * top
-        assert torch.equal(found[exact], values[exact])
-        assert bool(((found - values).abs() <= 2.0**-10 * top).all())
-        changed = float((found != values).float().mean())
+        assert torch.equal(result[exact], values[exact])
+        assert bool(((result - values).abs() <= 2.0**-10 * top).all())
+        changed = float((result != values).float().mean())
         assert 0.01 < changed < 0.2 if form.rows == 1 else changed == 0.0
 
 
@@ -500,9 +500,9 @@ def test_only_what_the_experts_need_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_gpu_holds_the_same_bits(tmp_path, store, fp8):
     folder = save(tmp_path, store())
-    found = read(folder, *range(EXPERTS), fp8=fp8, device="cuda")
-    assert all(tensor.is_cuda for tensor in found.tensors)
-    same(found, read(folder, *range(EXPERTS), fp8=fp8))
+    result = read(folder, *range(EXPERTS), fp8=fp8, device="cuda")
+    assert all(tensor.is_cuda for tensor in result.tensors)
+    same(result, read(folder, *range(EXPERTS), fp8=fp8))
 
 
 Change = Callable[[Tensors], object]

@@ -43,16 +43,16 @@ def result(layer: weft.MoE, rank: int) -> torch.Tensor:
 def chosen(group: weft.Group) -> list[str]:
     """Return the choice of "auto" and its text, after running the layer and a sibling."""
     with CASE.open(group, **GROUPED) as layer:
-        found, got = layer.explain(), result(layer, group.rank)
+        results, got = layer.explain(), result(layer, group.rank)
         layer.check()
         sibling = layer.sibling(
             layer._weights, shared=layer._shared, correction=CASE.correction(group.device)
         )
-        assert sibling.explain() == found
-        assert (layer.mode, layer.overlap) == (found.mode, found.overlap)
-    with CASE.open(group, mode=found.mode, overlap="none", **GROUPED) as plain:
+        assert sibling.explain() == results
+        assert (layer.mode, layer.overlap) == (results.mode, results.overlap)
+    with CASE.open(group, mode=results.mode, overlap="none", **GROUPED) as plain:
         assert torch.equal(result(plain, group.rank), got)
-    return [found.mode, found.overlap, found.auto, found.text]
+    return [results.mode, results.overlap, results.auto, results.text]
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,8 @@ def test_objects_and_dtypes():
     assert not MoEConfig.from_hf(unbiased).routing.correction
     linear = {**PUBLISHED["kimi-k3"]["text_config"], "hidden_act": "silu"}
     del linear["routed_expert_hidden_size"]
-    found = MoEConfig.from_hf(linear)
-    assert (found.hidden, found.shared, found.gating) == (7168, 2 * 3072, SWIGLU)
+    result = MoEConfig.from_hf(linear)
+    assert (result.hidden, result.shared, result.gating) == (7168, 2 * 3072, SWIGLU)
     outer = {"model_type": "kimi_k25", "text_config": PUBLISHED["kimi-k2"]}
     assert MoEConfig.from_hf(outer) == MODELS["kimi-k2"]
     for family in ("deepseek_v32", "glm_moe_dsa"):

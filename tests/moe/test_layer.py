@@ -45,7 +45,7 @@ def rounds(
     group: weft.Group, case: Case, options: dict[str, Any], slack: float = 1.0
 ) -> list[torch.Tensor]:
     """Run three rounds over poison, each near the reference."""
-    found, fp8 = [], bool(options.get("fp8"))
+    results, fp8 = [], bool(options.get("fp8"))
     with case.open(group, **options) as layer:
         for seed in range(3):
             turn = seed % len(case.tokens)
@@ -58,8 +58,8 @@ def rounds(
             case.hold(result, now.wanted(layer, x, logits, options.get("quantize"), fp8), slack)
             settle(group)
             layer.check()
-            found.append(result)
-    return found
+            results.append(result)
+    return results
 
 
 BOTH = pytest.mark.parametrize("mode", MODES)
@@ -90,8 +90,8 @@ CARRIED = [(m, wire) for m in MODES for wire in WIRES if (m, wire) != ("low_late
 def test_every_wire(ranks, mode, wire):
     options, slack = WIRES[wire]
     case = Case(CONFIGS["deepseek"], tokens=(6, 3, 0))
-    given = {"mode": mode, "gemm": "torch", "overlap": "shared_expert", **options}
-    ranks(3, "threads")(rounds, case, given, slack)
+    inputs = {"mode": mode, "gemm": "torch", "overlap": "shared_expert", **options}
+    ranks(3, "threads")(rounds, case, inputs, slack)
 
 
 DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
@@ -115,9 +115,9 @@ def one_result(group: weft.Group, case: Case, options: dict[str, Any]) -> None:
     slack = 3.0 if options.get("fp8") else 1.0
     first: list[torch.Tensor] = []
     for overlap in overlaps_of(case.config, group.device, **options):
-        found = rounds(group, case, {**options, "overlap": overlap}, slack)
-        first = first or found
-        for ours, theirs in zip(found, first, strict=True):
+        result = rounds(group, case, {**options, "overlap": overlap}, slack)
+        first = first or result
+        for ours, theirs in zip(result, first, strict=True):
             assert torch.equal(bits(ours), bits(theirs)), overlap
 
 
@@ -259,9 +259,9 @@ def siblings(group: weft.Group, options: dict[str, Any]) -> None:
         x, logits = case.of(group.rank, device)
         for _ in range(2):
             one, two = first(x, logits), second(x, logits)
-            wanted = case.wanted(first, x, logits)
-            case.hold(one, wanted)
-            assert float((two.float() - wanted).abs().max()) > 10 * bound(case.config, wanted)
+            expected = case.wanted(first, x, logits)
+            case.hold(one, expected)
+            assert float((two.float() - expected).abs().max()) > 10 * bound(case.config, expected)
         second.close()
         assert torch.equal(bits(first(x, logits)), bits(one))
         settle(group)
@@ -314,7 +314,7 @@ def by_hand(group: weft.Group, overlap: str) -> None:
         assert isinstance(exchange, weft.LowLatencyAllToAll)
         assert shared is not None
         x, logits = case.of(group.rank, group.device)
-        wanted, (ids, weights) = layer(x, logits), layer.route(logits)
+        expected, (ids, weights) = layer(x, logits), layer.route(logits)
         rows = exchange.dispatch(x, ids)
         with pytest.raises(OutOfOrder, match="within a round of layer.exchange"):
             layer(x, logits)
@@ -330,9 +330,9 @@ def by_hand(group: weft.Group, overlap: str) -> None:
             with pytest.raises(InvalidArgument, match="rows are stored at their owners"):
                 exchange.combine(torch.empty(rows.x.shape).to(x), ids, weights, rows.handle)
         out = exchange.combine(y, ids, weights, rows.handle, add=shared(x))
-        assert torch.equal(bits(out), bits(wanted))
+        assert torch.equal(bits(out), bits(expected))
         if not pushes:
-            assert torch.equal(bits(layer(x, logits)), bits(wanted))
+            assert torch.equal(bits(layer(x, logits)), bits(expected))
         settle(group)
         if pushes:
             rows = exchange.dispatch(x, ids)

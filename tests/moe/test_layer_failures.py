@@ -75,9 +75,9 @@ def wrong_parts(group: weft.Group, options: dict[str, Any]) -> None:
         (good, {"correction": torch.zeros(3, device=device)}, "correction has shape [3]"),
     ):
         parts = {**own, **changes} if group.rank else own
-        given = weights if group.rank else good
+        inputs = weights if group.rank else good
         with pytest.raises(CreationFailed) as caught:
-            weft.MoE(group, CASE.config, given, max_tokens=6, **parts, **options)
+            weft.MoE(group, CASE.config, inputs, max_tokens=6, **parts, **options)
         assert "failed on rank 1 of 2" in str(caught.value)
         assert words in str(caught.value)
     with weft.MoE(group, CASE.config, good, max_tokens=6, **own, **options) as layer:

@@ -55,8 +55,8 @@ def test_the_gemm_of_a_device():
     cpu, gpu, half = torch.device("cpu"), torch.device("cuda", 0), replace(PAIRS, dtype=torch.half)
     wide = replace(PAIRS, dtype=torch.float32)
 
-    def choose(device: torch.device, config: weft.MoEConfig = PAIRS, **given: Any) -> str:
-        options = {"fp8": False, "quantize": None, **given}
+    def choose(device: torch.device, config: weft.MoEConfig = PAIRS, **inputs: Any) -> str:
+        options = {"fp8": False, "quantize": None, **inputs}
         return choose_gemm("auto", device, config, **options)
 
     def missing() -> None:

@@ -126,8 +126,8 @@ def test_without_replicas_experts_are_lost(group: weft.Group, missing: str, way:
                 x, logits = case.next(seed=seed).of(group.rank, device)
                 ids, weigh = route(case.config.routing, logits)
                 kept = dropped(ids, owners, survivors.ranks)
-                given = layer(x, topk_ids=kept, topk_weights=weigh)
-                assert torch.equal(layer(x, logits), given)
+                inputs = layer(x, topk_ids=kept, topk_weights=weigh)
+                assert torch.equal(layer(x, logits), inputs)
             with pytest.raises(BadExpertId, match="an expert of rank 2, which is gone"):
                 layer.check()
             layer.check()

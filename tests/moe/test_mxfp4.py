@@ -74,8 +74,8 @@ def siblings(group: weft.Group) -> bool:
         every = case.weights(layer.local_experts, group.device)
         for other in (case.next(mxfp4=False), case):
             with layer.sibling(other.packed(every)) as sibling:
-                out, wanted = sibling(x, logits), other.wanted(layer, x, logits, fp8=True)
-                case.hold(out, wanted, slack=3)
+                out, expected = sibling(x, logits), other.wanted(layer, x, logits, fp8=True)
+                case.hold(out, expected, slack=3)
         assert torch.equal(layer(x, logits), out)
     return True
 
@@ -95,13 +95,13 @@ def relocated(group: weft.Group) -> bool:
         assert layer.relocate(second) > 0
         for tensor, whole in zip(layer._weights.tensors, case.packed(every).tensors, strict=True):
             assert torch.equal(tensor, whole[list(second.logical_experts(group.rank))])
-        out, wanted = layer(x, logits), case.wanted(layer, x, logits, fp8=True)
-        case.hold(out, wanted, slack=4)
+        out, expected = layer(x, logits), case.wanted(layer, x, logits, fp8=True)
+        case.hold(out, expected, slack=4)
         mine = case.weights(first.logical_experts(group.rank), group.device)
         with pytest.raises(InvalidArgument, match=r"weights are torch.float8_e4m3fn, those of the"):
             layer.relocate(first, weights=mine.to_fp8())
         layer.relocate(first, weights=mine.to_mxfp4())
-        case.hold(layer(x, logits), wanted, slack=4)
+        case.hold(layer(x, logits), expected, slack=4)
         settle(group.device)
     return True
 
@@ -151,24 +151,24 @@ IN_MEMORY = MoEConfig(256, 128, Routing(EXPERTS, 3), gating=Gating(limit=1.0), b
 def in_memory(far_apart: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return three experts of hidden 160 and intermediate 96 in an engine's format, and values."""
     generator = torch.Generator().manual_seed(1)
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     whole: dict[str, torch.Tensor] = {}
     for name, rows, columns in (("gate_up", 192, 160), ("down", 160, 96)):
         weights = torch.randn(3, rows, columns, generator=generator)
         if far_apart:
             weights[:, 1::2, :32] *= 2.0**-17
             weights[:, :, 32:64] = 0.0
-        given[name], given[f"{name}_scale"] = quantize_mxfp4(weights)
-        given[f"{name}_scale"][:, :, 1] = 200 if far_apart else given[f"{name}_scale"][:, :, 1]
-        given[f"{name}_bias"] = torch.randn(3, rows, generator=generator).bfloat16()
-        whole[name] = dequantize_mxfp4(given[name], given[f"{name}_scale"])
-        whole[f"{name}_bias"] = given[f"{name}_bias"]
-    return given, whole
+        inputs[name], inputs[f"{name}_scale"] = quantize_mxfp4(weights)
+        inputs[f"{name}_scale"][:, :, 1] = 200 if far_apart else inputs[f"{name}_scale"][:, :, 1]
+        inputs[f"{name}_bias"] = torch.randn(3, rows, generator=generator).bfloat16()
+        whole[name] = dequantize_mxfp4(inputs[name], inputs[f"{name}_scale"])
+        whole[f"{name}_bias"] = inputs[f"{name}_bias"]
+    return inputs, whole
 
 
 def padded_with_zeros(whole: dict[str, torch.Tensor], interleaved: bool) -> dict[str, torch.Tensor]:
     """Pad to hidden 256 and intermediate 128, the gate's rows first."""
-    found = {}
+    result = {}
     for name, tensor in whole.items():
         parts = [tensor]
         if name.startswith("gate_up"):
@@ -180,36 +180,36 @@ def padded_with_zeros(whole: dict[str, torch.Tensor], interleaved: bool) -> dict
             empty = part.new_zeros(len(part), rows, *([columns] if columns else []))
             empty[(slice(None), *(slice(0, size) for size in part.shape[1:]))] = part
             wide.append(empty)
-        found[name] = torch.cat(wide, 1)
-    return found
+        result[name] = torch.cat(wide, 1)
+    return result
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_weights_in_memory_keep_their_numbers(interleaved):
-    given, whole = in_memory(far_apart=False)
-    wanted = padded_with_zeros(whole, interleaved)
+    kwargs, whole = in_memory(far_apart=False)
+    expected = padded_with_zeros(whole, interleaved)
     for packed in (True, False):
         options = {"interleaved": interleaved, "packed": packed}
-        found = ExpertWeights.from_mxfp4(IN_MEMORY, **options, **given)
-        found.check(IN_MEMORY, 3, torch.device("cpu"), fp8=True)
+        result = ExpertWeights.from_mxfp4(IN_MEMORY, **options, **kwargs)
+        result.check(IN_MEMORY, 3, torch.device("cpu"), fp8=True)
         for name in ("gate_up", "down"):
-            assert torch.equal(dequantized(found, name), wanted[name])
-            assert torch.equal(getattr(found, f"{name}_bias"), wanted[f"{name}_bias"])
+            assert torch.equal(dequantized(result, name), expected[name])
+            assert torch.equal(getattr(result, f"{name}_bias"), expected[f"{name}_bias"])
 
 
 def test_powers_that_are_far_apart_are_rounded_in_fp8_alone():
     """The error is at most half of 2^-15 of a block's largest power; zeros have no power."""
-    given, whole = in_memory(far_apart=True)
+    kwargs, whole = in_memory(far_apart=True)
     with pytest.raises(InvalidArgument, match="expert 0, gate_up of rows 0.., row 1 has blocks"):
-        ExpertWeights.from_mxfp4(IN_MEMORY, **given)
-    found = ExpertWeights.from_mxfp4(IN_MEMORY, packed=False, **given)
-    wanted = padded_with_zeros(whole, False)["gate_up"]
-    assert found.gate_up_scale is not None
-    scale = found.gate_up_scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
-    off = (dequantized(found, "gate_up") - wanted).abs()
+        ExpertWeights.from_mxfp4(IN_MEMORY, **kwargs)
+    result = ExpertWeights.from_mxfp4(IN_MEMORY, packed=False, **kwargs)
+    expected = padded_with_zeros(whole, False)["gate_up"]
+    assert result.gate_up_scale is not None
+    scale = result.gate_up_scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    off = (dequantized(result, "gate_up") - expected).abs()
     largest = scale * 2.0**6
     assert 0 < float(off.max()) <= float((largest * 2.0**-16).max())
-    assert torch.equal(off > 0, (off > 0) & (wanted.abs() < largest * 2.0**-14))
+    assert torch.equal(off > 0, (off > 0) & (expected.abs() < largest * 2.0**-14))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_powers_that_are_far_apart_are_rounded_in_fp8_alone():
     ],
 )
 def test_invalid_weights_in_memory_are_refused(more, text):
-    given = {"config": IN_MEMORY, **in_memory(far_apart=False)[0], **more}
+    kwargs = {"config": IN_MEMORY, **in_memory(far_apart=False)[0], **more}
     for packed in (False, True):
         with pytest.raises(InvalidArgument, match=text):
-            ExpertWeights.from_mxfp4(**given, packed=packed)
+            ExpertWeights.from_mxfp4(**kwargs, packed=packed)

@@ -35,7 +35,7 @@ def cases(device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, A
     odd[6] = torch.tensor([-2, EXPERTS, -(2**63)])
     odd[7] = torch.tensor([2**63 - 1, 2**31, EXPERTS + 1])
     some = torch.tensor([TOKENS - 9], dtype=torch.int32)
-    for given, more in (
+    for inputs, more in (
         (ids.int(), {"padding_id": 4}),
         (ids, {"padding_id": EXPERTS, "skip_zero_weights": True}),
         (odd, {"num_tokens": some}),
@@ -46,7 +46,7 @@ def cases(device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, A
     ):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             told = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in more.items()}
-            yield given.to(device), weights[: len(given)].to(device, dtype), told
+            yield inputs.to(device), weights[: len(inputs)].to(device, dtype), told
 
 
 def wanted(ids: torch.Tensor, weights: torch.Tensor, options: dict[str, Any]) -> Routed:
@@ -65,15 +65,15 @@ def wanted(ids: torch.Tensor, weights: torch.Tensor, options: dict[str, Any]) ->
             elif not -(2**31) <= expert < 2**31:
                 out_ids[t][k] = NO_SUCH_EXPERT
     shape = (len(ids), TOP_K)
-    found = torch.tensor(out_ids, dtype=torch.int32).view(shape)
-    return Routed(found, torch.tensor(out, dtype=torch.float32).view(shape))
+    result = torch.tensor(out_ids, dtype=torch.int32).view(shape)
+    return Routed(result, torch.tensor(out, dtype=torch.float32).view(shape))
 
 
 def hold(run: Callable[..., Routed], device: str) -> None:
     for ids, weights, options in cases(device):
-        found, right = run(ids, weights, **options), wanted(ids.cpu(), weights.cpu(), options)
-        assert torch.equal(found.ids.cpu().int(), right.ids), options
-        assert torch.equal(found.weights.cpu(), right.weights), options
+        result, right = run(ids, weights, **options), wanted(ids.cpu(), weights.cpu(), options)
+        assert torch.equal(result.ids.cpu().int(), right.ids), options
+        assert torch.equal(result.weights.cpu(), right.weights), options
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -89,14 +89,14 @@ def test_the_kernel_on_a_cpu():
     kernels = Emulated(build_library(emulated_tree(), text))
 
     def run(ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> Routed:
-        found = torch.full(ids.shape, -77, dtype=torch.int32)
+        result = torch.full(ids.shape, -77, dtype=torch.int32)
         out = torch.full(ids.shape, -77.0)
         tensors = {name: options.get(name) for name in ("num_tokens", "replicas")}
         replicas = tensors["replicas"]
         args = NormalizeArgs(
             ids=ids.data_ptr(),
             weights=weights.data_ptr(),
-            out_ids=found.data_ptr(),
+            out_ids=result.data_ptr(),
             out_weights=out.data_ptr(),
             padding_id=options.get("padding_id", -1),
             entries=ids.numel(),
@@ -111,13 +111,13 @@ def test_the_kernel_on_a_cpu():
         )
         if args.entries:
             kernels.launch("normalize", args, -(-args.entries // THREADS), THREADS)
-        return Routed(found, out)
+        return Routed(result, out)
 
     hold(run, "cpu")
 
 
 def test_a_normalised_routing_is_returned_unchanged():
     ids, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
-    found = normalize_topk(ids, weights)
-    assert found.ids is ids
-    assert found.weights is weights
+    result = normalize_topk(ids, weights)
+    assert result.ids is ids
+    assert result.weights is weights

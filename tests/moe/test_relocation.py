@@ -39,14 +39,14 @@ SOFTMAX = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
 
 
 def open_layer(group: weft.Group, case: Case, replicas: Replicas, **options: Any) -> MoE:
-    given = {"max_tokens": 16, "timeout": 600.0, "first_timeout": 600.0, **options}
-    return case.open(group, replicas=replicas, **given)
+    kwargs = {"max_tokens": 16, "timeout": 600.0, "first_timeout": 600.0, **options}
+    return case.open(group, replicas=replicas, **kwargs)
 
 
 def hold(layer: MoE, case: Case, out: torch.Tensor, seed: int) -> None:
     """Assert that the placement changes a result by no more than the order of sums."""
-    wanted = case.wanted(layer, *case.next(seed=seed).of(layer.exchange.rank, out.device))
-    case.hold(out, wanted, slack=2)
+    expected = case.wanted(layer, *case.next(seed=seed).of(layer.exchange.rank, out.device))
+    case.hold(out, expected, slack=2)
 
 
 def moved(group: weft.Group, name: str, options: dict[str, Any]) -> list[int]:
@@ -142,7 +142,7 @@ def within_rounds(group: weft.Group, mode: str) -> None:
     case, first, second = SOFTMAX.next(tokens=(4, 3)), FIRST, SECOND
     with open_layer(group, case, first, mode=mode, overlap="none", gemm="torch") as layer:
         x, logits = case.of(group.rank, group.device)
-        wanted, exchange = layer(x, logits), layer.exchange
+        expected, exchange = layer(x, logits), layer.exchange
         ids, weights = layer.route(logits)
         rows: Any = exchange.dispatch(x, ids, weights)
         with pytest.raises(OutOfOrder, match="within a round"):
@@ -152,7 +152,7 @@ def within_rounds(group: weft.Group, mode: str) -> None:
             out = exchange.combine()
         else:
             out = exchange.combine(y, ids, weights, rows.handle)
-        assert torch.equal(bits(out), bits(wanted))
+        assert torch.equal(bits(out), bits(expected))
         refused: list[BaseException] = []
 
         def shared(x: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def within_rounds(group: weft.Group, mode: str) -> None:
             return torch.zeros_like(x)
 
         layer._shared = shared
-        assert torch.equal(bits(layer(x, logits)), bits(wanted))
+        assert torch.equal(bits(layer(x, logits)), bits(expected))
         assert {type(error) for error in refused} == {OutOfOrder}
         assert layer.replicas == first
         layer._shared = None
@@ -195,9 +195,9 @@ def other_weights(group: weft.Group) -> None:
             (balance(LOADS, 4, 4), {}, "replicas of 4 ranks"),
             (first.logical, {}, "replicas is"),
         ]
-        for placement, given, words in wrong:
+        for placement, kwargs, words in wrong:
             with pytest.raises(InvalidArgument, match=words):
-                layer.relocate(placement, **given)
+                layer.relocate(placement, **kwargs)
         with pytest.raises(GeometryMismatch, match="placement of experts"):
             layer.relocate(first if group.rank else second)
         assert layer.replicas == second
@@ -262,9 +262,9 @@ def in_rounds(group: weft.Group, mode: str) -> None:
             ((x, logits), {"topk_ids": ids}, "logits are a tensor .* topk_ids a tensor"),
             ((x,), {"topk_ids": ids, "topk_weights": logits}, r"must be \[\d+, 3\]"),
         ]
-        for args, given, words in wrong:
+        for args, inputs, words in wrong:
             with pytest.raises(InvalidArgument, match=words):
-                layer(*args, **{"rows": 37, **given})
+                layer(*args, **{"rows": 37, **inputs})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,10 +280,10 @@ def test_moves_prefer_the_own_ranks_copy():
     assert [m.target for m in plan_moves(*small)] == [0, 1, 2, 3, 5]
     for old, new in (small, *itertools.pairwise(placed)):
         each = len(old.logical) // old.ranks
-        found = plan_moves(old, new)
+        result = plan_moves(old, new)
         changed = [t for t, e in enumerate(new.logical) if old.logical[t] != e]
-        assert [m.target for m in found] == changed
-        for source, target in found:
+        assert [m.target for m in result] == changed
+        for source, target in result:
             assert old.logical[source] == new.logical[target]
             own = new.logical[target] in old.logical_experts(target // each)
             assert (source // each == target // each) == own

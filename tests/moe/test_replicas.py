@@ -44,15 +44,15 @@ def cases(draw: st.DrawFn) -> tuple[list[float], int, int]:
 @given(cases())
 def test_every_placement_holds_each_expert_and_none_twice_on_a_rank(case):
     loads, ranks, replicas = case
-    found = balance(loads, ranks, replicas)
-    assert len(found.logical) == len(loads) + replicas
-    assert found.num_experts == len(loads)
-    counts = [len(physical) for physical in found.physical_on()]
+    result = balance(loads, ranks, replicas)
+    assert len(result.logical) == len(loads) + replicas
+    assert result.num_experts == len(loads)
+    counts = [len(physical) for physical in result.physical_on()]
     assert min(counts) >= 1
-    assert sum(counts) == len(found.logical)
+    assert sum(counts) == len(result.logical)
     for rank in range(ranks):
-        local = found.logical_experts(rank)
-        assert len(local) == len(found.logical) // ranks
+        local = result.logical_experts(rank)
+        assert len(local) == len(result.logical) // ranks
         assert len(set(local)) == len(local), "a second replica takes no load off its rank"
     # Greedy replicas: no expert is left with more load per replica than another gave up for its
     # last one, except where it is on every rank already.
@@ -61,28 +61,28 @@ def test_every_placement_holds_each_expert_and_none_twice_on_a_rank(case):
     still = [s for s, n in zip(share, counts, strict=True) if n < ranks]
     assert max(still, default=0.0) <= min(given_up, default=math.inf)
     mean = math.fsum(loads) / ranks
-    assert found.imbalance(loads) >= 1 - 1e-9
-    assert found.imbalance(loads) * mean >= max(share) * (1 - 1e-9)
-    assert balance(torch.tensor(loads, dtype=torch.float64), ranks, replicas) == found
-    assert balance(list(np.array(loads)), ranks, replicas) == found
+    assert result.imbalance(loads) >= 1 - 1e-9
+    assert result.imbalance(loads) * mean >= max(share) * (1 - 1e-9)
+    assert balance(torch.tensor(loads, dtype=torch.float64), ranks, replicas) == result
+    assert balance(list(np.array(loads)), ranks, replicas) == result
 
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
 def test_tables_match_slots(case):
-    found = balance(*case)
-    counts, physical = found.table(CPU)
+    result = balance(*case)
+    counts, physical = result.table(CPU)
     assert counts.dtype == physical.dtype == torch.int32
-    assert physical.shape == (found.num_experts, int(counts.max()))
-    for expert in range(found.num_experts):
-        mine = found.physical_on()[expert]
+    assert physical.shape == (result.num_experts, int(counts.max()))
+    for expert in range(result.num_experts):
+        mine = result.physical_on()[expert]
         assert int(counts[expert]) == len(mine)
         assert physical[expert].tolist() == [*mine] + [-1] * (physical.shape[1] - len(mine))
-        assert all(found.logical[slot] == expert for slot in mine)
-    placement = Placement.blocks(len(found.logical), found.ranks)
-    for rank in range(found.ranks):
-        here = [found.logical[slot] for slot in placement.experts_of(rank)]
-        assert tuple(here) == found.logical_experts(rank)
+        assert all(result.logical[slot] == expert for slot in mine)
+    placement = Placement.blocks(len(result.logical), result.ranks)
+    for rank in range(result.ranks):
+        here = [result.logical[slot] for slot in placement.experts_of(rank)]
+        assert tuple(here) == result.logical_experts(rank)
 
 
 @pytest.mark.gpu
@@ -95,31 +95,31 @@ def test_tables_on_a_gpu():
 def test_the_table_of_the_docs():
     text = (Path(__file__).parents[2] / "docs/user/eplb.md").read_text()
     told = re.findall(r"^\| (\d+), ([\d.]+) \|(.*)\|$", text, re.M)
-    found = []
+    result = []
     for ranks, exponent, _ in told:
         orders = [zipf(256, float(exponent), seed) for seed in range(5)]
         placed = [[Replicas(tuple(range(256)), int(ranks))] * 5]
         placed += [[balance(loads, int(ranks), n) for loads in orders] for n in (0, 16, 64)]
         means = [sum(map(Replicas.imbalance, column, orders)) / 5 for column in placed]
         cells = [f" {means[0]:.2f} ", *(f" {mean:.3f} " for mean in means[1:])]
-        found.append((ranks, exponent, "|".join(cells)))
+        result.append((ranks, exponent, "|".join(cells)))
     assert len(told) == 3
-    assert told == found
+    assert told == result
 
 
 def test_replica_values():
-    found = balance([8, 1, 1, 2], ranks=2, replicas=2)
+    result = balance([8, 1, 1, 2], ranks=2, replicas=2)
     # 8 is halved first, then 2: both ranks hold 4 + 1 and one of the ones.
-    assert found.logical_experts(0).count(0) == found.logical_experts(1).count(0) == 1
-    assert found.physical_on()[0] == [0, 3]
-    assert found.imbalance([8, 1, 1, 2]) == 1.0
+    assert result.logical_experts(0).count(0) == result.logical_experts(1).count(0) == 1
+    assert result.physical_on()[0] == [0, 3]
+    assert result.imbalance([8, 1, 1, 2]) == 1.0
     assert balance([1, 0], 1).imbalance([0, 0]) == 1.0
     assert balance([0.0] * 4, 4, 4).table(CPU).counts.tolist() == [2, 2, 2, 2]
     # Loads of zero tie, so experts 0 and 1 fill ranks 0 and 1, and both of expert 2 are left with
     # rank 2: one of the full ranks gives it an expert and takes the second replica.
-    found = balance([0.0] * 3, ranks=3, replicas=3)
-    assert sorted(found.logical) == [0, 0, 1, 1, 2, 2]
-    assert all(len(set(found.logical_experts(rank))) == 2 for rank in range(3))
+    result = balance([0.0] * 3, ranks=3, replicas=3)
+    assert sorted(result.logical) == [0, 0, 1, 1, 2, 2]
+    assert all(len(set(result.logical_experts(rank))) == 2 for rank in range(3))
 
 
 @pytest.mark.parametrize(

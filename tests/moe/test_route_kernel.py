@@ -114,15 +114,15 @@ def hold_to_torch(run: Run, routing: Routing, tokens: int, device: str, seed: in
             there.shape, there.stride(), dtype=there.dtype, device=device
         ).copy_(there)
         correction = None if bias is None else bias.to(device)
-        wanted = route_in_torch(routing, logits, correction)
+        expected = route_in_torch(routing, logits, correction)
         compare(
-            run(routing, logits, correction, None), wanted, exact=exact, what=f"{routing}: {kind}"
+            run(routing, logits, correction, None), expected, exact=exact, what=f"{routing}: {kind}"
         )
     for count in (-1, 0, 1, tokens - 1, tokens, tokens + 5):
         real = torch.tensor([count], dtype=torch.int32, device=device)
-        wanted = route_in_torch(routing, logits, correction, real)
+        expected = route_in_torch(routing, logits, correction, real)
         got = run(routing, logits, correction, real)
-        compare(got, wanted, exact=exact, what=f"{routing}: {count} real")
+        compare(got, expected, exact=exact, what=f"{routing}: {count} real")
         assert bool((got.ids[max(count, 0) :] == -1).all())
         assert bool((got.weights[max(count, 0) :] == 0).all())
 
@@ -223,8 +223,8 @@ def test_no_tokens_and_more_experts_than_a_warp_holds():
     ids, weights = route(Routing(8, 2), torch.zeros(0, 8, device="cuda"))
     assert ids.shape == weights.shape == (0, 2)
     logits = torch.randn(40, 1100, generator=torch.Generator().manual_seed(1)).cuda()
-    wanted = route_in_torch(Routing(1100, 3), logits)
-    compare(route(Routing(1100, 3), logits), wanted, exact=True, what="1100 experts")
+    expected = route_in_torch(Routing(1100, 3), logits)
+    compare(route(Routing(1100, 3), logits), expected, exact=True, what="1100 experts")
 
 
 @pytest.mark.gpu
@@ -248,8 +248,8 @@ def test_a_replay_routes_new_logits():
         logits.copy_(fresh)
         graph.replay()
         torch.cuda.synchronize()
-        wanted = route_in_torch(routing, fresh * 2.0, correction)
-        compare(Routed(*copies), wanted, exact=True, what="replay")
+        expected = route_in_torch(routing, fresh * 2.0, correction)
+        compare(Routed(*copies), expected, exact=True, what="replay")
 
 
 @pytest.mark.gpu
@@ -270,6 +270,6 @@ def test_logits_of_another_device():
     routing = RULES["qwen3-30b-a3b"]
     logits = torch.randn(9, 128, generator=torch.Generator().manual_seed(3)).to("cuda:1")
     assert torch.cuda.current_device() == 0
-    wanted = route_in_torch(routing, logits)
-    compare(route(routing, logits), wanted, exact=True, what="cuda:1")
+    expected = route_in_torch(routing, logits)
+    compare(route(routing, logits), expected, exact=True, what="cuda:1")
     assert torch.cuda.current_device() == 0

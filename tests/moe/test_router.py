@@ -86,8 +86,8 @@ def test_any_rule_weighs_as_plain_loops_do(case):
     routing, logits, bias = case
     ids, weights = run(routing, logits, bias)
     for row in range(len(logits)):
-        wanted = weigh(routing, logits[row].tolist(), ids[row].tolist())
-        assert weights[row].tolist() == pytest.approx(wanted, rel=1e-5)
+        expected = weigh(routing, logits[row].tolist(), ids[row].tolist())
+        assert weights[row].tolist() == pytest.approx(expected, rel=1e-5)
         assert len(set(ids[row].tolist())) == routing.top_k
 
 
@@ -123,20 +123,20 @@ def test_weigh_equals_route(name):
     bias = torch.zeros(routing.num_experts) if routing.correction else None
     ids, weights = route(routing, logits, correction=bias)
     for chosen in (ids, ids.long()):
-        found = weigh_given(routing, logits, chosen)
-        assert torch.equal(found.ids, ids)
-        assert found.ids.dtype == torch.int32
-        assert torch.equal(found.weights, weights)
+        result = weigh_given(routing, logits, chosen)
+        assert torch.equal(result.ids, ids)
+        assert result.ids.dtype == torch.int32
+        assert torch.equal(result.weights, weights)
     some = ids.long()
     some[0], some[1, 0], some[2, 0], some[3, 0] = -1, routing.num_experts, 1 << 32, -7
-    found = weigh_given(routing, logits, some)
-    assert found.ids[0].tolist() == [-1] * routing.top_k
-    assert found.ids[1:4, 0].tolist() == [2**31 - 1] * 3
-    assert bool((found.weights[0] == 0).all())
-    assert bool((found.weights[1:4, 0] == 0).all())
+    result = weigh_given(routing, logits, some)
+    assert result.ids[0].tolist() == [-1] * routing.top_k
+    assert result.ids[1:4, 0].tolist() == [2**31 - 1] * 3
+    assert bool((result.weights[0] == 0).all())
+    assert bool((result.weights[1:4, 0] == 0).all())
     if routing.renormalise:  # the others share what it would have weighed
-        torch.testing.assert_close(found.weights[1:4].sum(1), torch.full((3,), routing.scale))
-    assert torch.equal(found.weights[4:], weights[4:])
+        torch.testing.assert_close(result.weights[1:4].sum(1), torch.full((3,), routing.scale))
+    assert torch.equal(result.weights[4:], weights[4:])
 
 
 def test_rules_at_their_limits():

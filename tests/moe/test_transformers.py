@@ -119,10 +119,10 @@ def gate_of(block: torch.nn.Module) -> Any:
 
 def correction_of(block: torch.nn.Module) -> torch.Tensor | None:
     for holder in (gate_of(block), block):  # MiniMax-M2's is the block's
-        found = getattr(holder, "e_score_correction_bias", None)
-        if found is not None:
-            assert isinstance(found, torch.Tensor)
-            return found
+        result = getattr(holder, "e_score_correction_bias", None)
+        if result is not None:
+            assert isinstance(result, torch.Tensor)
+            return result
     return None
 
 
@@ -166,8 +166,8 @@ def test_a_block_of_transformers_matches_the_reference(name, original, tmp_path)
     block = block_of(made)
     gate = gate_of(block)
     x = torch.randn(TOKENS, config.hidden, generator=torch.Generator().manual_seed(4))
-    wanted = block(x[None])
-    wanted = (wanted[0] if isinstance(wanted, tuple) else wanted).reshape(x.shape)
+    expected = block(x[None])
+    expected = (expected[0] if isinstance(expected, tuple) else expected).reshape(x.shape)
     shared = shared_of(block, config)
     added = None if shared is None else shared(x)
     ids, weights = route(
@@ -177,7 +177,7 @@ def test_a_block_of_transformers_matches_the_reference(name, original, tmp_path)
     )
     whole = ExpertWeights.from_safetensors(tmp_path, LAYER, range(EXPERTS), config=config)
     whole.check(config, EXPERTS, torch.device("cpu"))
-    found = weft.reference.moe_layer(
+    result = weft.reference.moe_layer(
         x,
         ids,
         weights,
@@ -189,7 +189,7 @@ def test_a_block_of_transformers_matches_the_reference(name, original, tmp_path)
         weigh_input=config.routing.weigh == "input",
         shared=added,
     )
-    distance = float((found - wanted).abs().max() / wanted.abs().max())
+    distance = float((result - expected).abs().max() / expected.abs().max())
     assert distance < 1e-5
     assert len(ids.unique()) > EXPERTS // 2, "the experts must differ"
     some = ExpertWeights.from_safetensors(tmp_path, LAYER, (6, 1), config=config)
@@ -217,8 +217,8 @@ def _layer(
     def mine(local: tuple[int, ...]) -> ExpertWeights:
         return ExpertWeights.from_safetensors(folder, LAYER, local, config=config)
 
-    given: dict[str, Any] = {"max_tokens": TOKENS, "shared": shared, "correction": correction}
-    with weft.MoE(group, config, mine, **given) as layer:
+    kwargs: dict[str, Any] = {"max_tokens": TOKENS, "shared": shared, "correction": correction}
+    with weft.MoE(group, config, mine, **kwargs) as layer:
         out = layer(x, router_logits(x, *router))
         layer.check()
         return out
@@ -227,21 +227,21 @@ def _layer(
 @torch.no_grad()
 def test_a_layer_over_ranks_is_the_block(ranks, tmp_path):
     names = ["deepseek_v3", "qwen3_next", "glm5_next_text", "minimax_m3_vl_text", "gpt_oss"]
-    cases, wanted = [], []
+    cases, expected = [], []
     for name in names:
         made, folder = model(name), tmp_path / name
         made.save_pretrained(folder)  # type: ignore[operator]
         block = block_of(made)
         config = MoEConfig.from_hf(folder)
         x = torch.randn(TOKENS, SIZES["hidden_size"], generator=torch.Generator().manual_seed(5))
-        found = block(x[None])
-        wanted.append((found[0] if isinstance(found, tuple) else found).view(x.shape))
+        result = block(x[None])
+        expected.append((result[0] if isinstance(result, tuple) else result).view(x.shape))
         gate = gate_of(block)
         bias = getattr(gate, "bias", None)
         router = gate.weight.data, None if bias is None else bias.data
         cases.append((str(folder), x, router, correction_of(block), shared_of(block, config)))
     for outs in ranks(4, "threads")(_layers, cases):
-        for name, out, want in zip(names, outs, wanted, strict=True):
+        for name, out, want in zip(names, outs, expected, strict=True):
             assert float((out - want).abs().max() / want.abs().max()) < 1e-5, name
 
 
@@ -267,9 +267,9 @@ def _hash_layer(
         layer.sibling(mine(0), shared=first_shared, correction=none) as first,
     ):
         ids, weights = weigh(config.routing, router_logits(x, first_gate), table[tokens])
-        found = [first(x, topk_ids=ids, topk_weights=weights), layer(x, router_logits(x, gate))]
+        result = [first(x, topk_ids=ids, topk_weights=weights), layer(x, router_logits(x, gate))]
         first.check()
-        return found
+        return result
 
 
 @torch.no_grad()
@@ -288,7 +288,7 @@ def test_layers_with_experts_by_token_id(ranks, tmp_path):
         block = block_of(made, number)
         gate = gate_of(block)
         parts[number] = gate.weight.data, getattr(gate, name), shared_of(block, config)
-    wanted = [first(x[None], input_ids=tokens), block_of(made)(x[None])]
-    for found in ranks(4, "threads")(_hash_layer, str(tmp_path), x, tokens, parts):
-        for got, want in zip(found, wanted, strict=True):
+    expected = [first(x[None], input_ids=tokens), block_of(made)(x[None])]
+    for result in ranks(4, "threads")(_hash_layer, str(tmp_path), x, tokens, parts):
+        for got, want in zip(result, expected, strict=True):
             assert float((got - want[0]).abs().max() / want.abs().max()) < 1e-5

@@ -35,10 +35,10 @@ class Sources:
             name = ".".join(parts[:length])
             module = self.module(name)
             if module is not None:
-                found = self.bound(name, module, parts[length])
+                result = self.bound(name, module, parts[length])
                 for part in parts[length + 1 :]:
-                    found = self.member(*found, part) if found else None
-                return found[1] if found else None
+                    result = self.member(*result, part) if result else None
+                return result[1] if result else None
         return None
 
     def member(self, name: str, owner: ast.AST, wanted: str) -> tuple[str, ast.AST] | None:
@@ -50,8 +50,8 @@ class Sources:
         assert module is not None
         for base in getattr(owner, "bases", []):
             parent = self.bound(name, module, base.id) if isinstance(base, ast.Name) else None
-            if parent and (found := self.member(*parent, wanted)):
-                return found
+            if parent and (result := self.member(*parent, wanted)):
+                return result
         return None
 
     def bound(self, name: str, module: ast.Module, wanted: str) -> tuple[str, ast.AST] | None:
@@ -68,9 +68,9 @@ class Sources:
                     other = self.module(source)
                     if other is not None and other is not module:
                         real = wanted if alias.name == "*" else alias.name
-                        found = self.bound(source, other, real)
-                        if found is not None:
-                            return found
+                        result = self.bound(source, other, real)
+                        if result is not None:
+                            return result
         return None
 
 
@@ -87,19 +87,19 @@ def named(body: list[ast.stmt], wanted: str) -> Iterator[ast.AST]:
 def parameters(function: ast.AST) -> str:
     """List the parameters as weft.plugins.names.format_signature does."""
     assert isinstance(function, Function)
-    given = function.args
-    plain = [each.arg for each in (*given.posonlyargs, *given.args)]
-    without = len(plain) - len(given.defaults)
-    found = [name + "=" * (place >= without) for place, name in enumerate(plain)]
-    if given.vararg:
-        found.append("*" + given.vararg.arg)
-    elif given.kwonlyargs:
-        found.append("*")
-    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    found += [each.arg + "=" * (default is not None) for each, default in pairs]
-    if given.kwarg:
-        found.append("**" + given.kwarg.arg)
-    return ", ".join(found)
+    inputs = function.args
+    plain = [each.arg for each in (*inputs.posonlyargs, *inputs.args)]
+    without = len(plain) - len(inputs.defaults)
+    result = [name + "=" * (place >= without) for place, name in enumerate(plain)]
+    if inputs.vararg:
+        result.append("*" + inputs.vararg.arg)
+    elif inputs.kwonlyargs:
+        result.append("*")
+    pairs = zip(inputs.kwonlyargs, inputs.kw_defaults, strict=True)
+    result += [each.arg + "=" * (default is not None) for each, default in pairs]
+    if inputs.kwarg:
+        result.append("**" + inputs.kwarg.arg)
+    return ", ".join(result)
 
 
 def names(node: ast.AST) -> set[str]:
@@ -115,20 +115,20 @@ def names(node: ast.AST) -> set[str]:
 
 def version_of(site: Path, package: str) -> str:
     """Return a wheel's version, by the name of its metadata."""
-    found = next(site.glob(f"{package}-*.dist-info"))
-    return found.name.removeprefix(f"{package}-").removesuffix(".dist-info")
+    result = next(site.glob(f"{package}-*.dist-info"))
+    return result.name.removeprefix(f"{package}-").removesuffix(".dist-info")
 
 
 def differences(site: Path, entries: Iterable[Known], release: str) -> list[str]:
     """Return a line for each entry of a version that is missing or differs in the sources."""
-    sources, found = Sources(site), []
+    sources, result = Sources(site), []
     for entry, expected in relied_on(entries, release):
         node = sources.find(entry.target)
         if node is None:
-            found.append(f"{entry.target} is missing")
+            result.append(f"{entry.target} is missing")
             continue
         if expected is not None and parameters(node) != expected:
-            found.append(f"{entry.target} takes ({parameters(node)}), not ({expected})")
+            result.append(f"{entry.target} takes ({parameters(node)}), not ({expected})")
         if lost := set(entry.names.split()) - names(node):
-            found.append(f"{entry.target} has no {', '.join(sorted(lost))}")
-    return found
+            result.append(f"{entry.target} has no {', '.join(sorted(lost))}")
+    return result

@@ -59,9 +59,9 @@ def place(root: Any, target: str, parameters: str | None) -> None:
     name = parts[-1]
     if isinstance(owner, ModuleType):
         if not hasattr(owner, name):
-            found = getattr(root, name, None)
+            result = getattr(root, name, None)
             made = type(name, (), {}) if name[0].isupper() else lambda: None
-            setattr(owner, name, made if found is None else found)
+            setattr(owner, name, made if result is None else result)
     elif name not in vars(owner):
         inherited = getattr(owner, name, None)
         if isinstance(inherited, FunctionType):  # whose signature may be another one's

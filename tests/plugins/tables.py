@@ -36,15 +36,15 @@ def row(takes: str | None, has: Iterable[str]) -> str:
 
 def read(site: Path, engine: Engine) -> dict[str, str]:
     """Return the rows of one wheel."""
-    sources, found = Sources(site), {}
+    sources, result = Sources(site), {}
     installed = version_of(site, engine.packages[0])
     for entry, expected in relied_on(entries_of(engine), engine.release(installed) or installed):
         node = sources.find(entry.target)
         if node is not None:
             relied = expected is not None and isinstance(node, Function)
             takes = parameters(node) if relied else None
-            found[entry.target] = row(takes, names(node) & set(entry.names.split()))
-    return found
+            result[entry.target] = row(takes, names(node) & set(entry.names.split()))
+    return result
 
 
 def lines_of(versions: dict[str, dict[str, str]]) -> list[str]:
@@ -59,12 +59,12 @@ def lines_of(versions: dict[str, dict[str, str]]) -> list[str]:
 
 def known() -> dict[str, dict[str, str]]:
     """Return the recorded rows, by version."""
-    found: dict[str, dict[str, str]] = {}
+    result: dict[str, dict[str, str]] = {}
     for line in TABLE.read_text().splitlines():
         target, versions, *text = line.split(" ", 2)
         for version in versions.split("|"):
-            found.setdefault(version, {})[target] = "".join(text)
-    return found
+            result.setdefault(version, {})[target] = "".join(text)
+    return result
 
 
 if __name__ == "__main__":

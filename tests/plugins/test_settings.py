@@ -42,8 +42,8 @@ def test_settings(engine: str, variable: str, form: str, plain: Settings) -> Non
         **{"PREFILL_TOKENS": "2048", "TIMEOUT": "12.5", "ALLREDUCE": "1"},
     }
     want = Settings(form, "auto", "none", "fp8", 2048, 12.5, allreduce=True)
-    given = {f"WEFT_{engine}_{name}": value for name, value in values.items()}
-    assert Settings.read(engine, given | {variable: form}) == want
+    inputs = {f"WEFT_{engine}_{name}": value for name, value in values.items()}
+    assert Settings.read(engine, inputs | {variable: form}) == want
 
 
 @pytest.mark.parametrize(

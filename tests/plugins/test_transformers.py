@@ -103,7 +103,7 @@ def answers(group: weft.Group, folder: Path, jobs: list[tuple[Any, ...]]) -> lis
     os.environ["LOCAL_RANK"] = str(device)
     group.process_group()
     plugin.register(max_tokens=16, timeout=600.0)  # 42 rows: several rounds of prefill
-    found = []
+    result = []
     for name, layout, ways, dtype in jobs:
         # Ranks of one replica hold the same batch; replicas have other ones, of other lengths.
         replica = group.rank // layout.get("tp_size", 1)
@@ -118,7 +118,7 @@ def answers(group: weft.Group, folder: Path, jobs: list[tuple[Any, ...]]) -> lis
                 logits = model(ids).logits
                 generated = model.generate(ids, max_new_tokens=6, do_sample=False)
             off, largest = (logits - want).abs(), want.abs().max().item()
-            found.append(
+            result.append(
                 {
                     **{"what": (name, tuple(layout), way), "dtype": dtype},
                     **{"worst": off.max().item() / largest, "mean": off.mean().item() / largest},
@@ -126,7 +126,7 @@ def answers(group: weft.Group, folder: Path, jobs: list[tuple[Any, ...]]) -> lis
                 }
             )
     plugin.close()
-    return found
+    return result
 
 
 def check(reports: list[list[dict[str, Any]]]) -> None:
@@ -134,8 +134,8 @@ def check(reports: list[list[dict[str, Any]]]) -> None:
 
     In bfloat16 a rounding may change the choice of experts, so means are compared.
     """
-    for rank, found in enumerate(reports):
-        for each in found:
+    for rank, result in enumerate(reports):
+        for each in result:
             if each["dtype"] == torch.float32:
                 assert each["worst"] <= 1e-5, (rank, each)
                 assert each["text"], (rank, each)

@@ -88,17 +88,17 @@ def far(got: torch.Tensor, x: torch.Tensor, *routing: torch.Tensor) -> float:
 
 def sizes(group: weft.Group, replicas: int, dtype: torch.dtype) -> list[float]:
     """Run batches from none to more than a round; replicas have unequal numbers of rows."""
-    called, found = layer(group, replicas=replicas, dtype=dtype), []
+    called, result = layer(group, replicas=replicas, dtype=dtype), []
     replica = group.rank * replicas // group.size
     like = torch.zeros(0, dtype=dtype, device=group.device)
     for tokens in ROWS:
-        given = batch(max(0, tokens - 20 * replica), tokens + replica, like)
+        args = batch(max(0, tokens - 20 * replica), tokens + replica, like)
         with torch.inference_mode(tokens == 1):
-            found.append(far(called(*given), *given))
+            result.append(far(called(*args), *args))
     plugin.check()
     plugin.close()
     assert mapped() == 0
-    return found
+    return result
 
 
 def economy(group: weft.Group, replicas: int) -> int:
@@ -149,27 +149,27 @@ def fail(group: weft.Group, replicas: int) -> None:
     mine = range(EXPERTS // 2 * group.rank, EXPERTS // 2 * (group.rank + 1))
     kind = Failing if group.rank else Experts
     called = layer(group, replicas=replicas, experts=kind(mine, group.device, torch.float32))
-    given = batch(4, 1, torch.zeros(0))
+    args = batch(4, 1, torch.zeros(0))
     error: tuple[type[Exception], str] = (PeerLeft, "MemoryError: no room for the experts")
     if group.rank:
         error = MemoryError, "no room for the experts"
     with pytest.raises(error[0], match=error[1]):
-        called(*given)
+        called(*args)
     with pytest.raises(OutOfOrder):
-        called(*given)
+        called(*args)
 
 
 def one_after_another(group: weft.Group) -> None:
     """Rank 0 drops the first model; rank 1 still has it when the next one is made."""
     first = layer(group)
-    given = batch(4, 1, torch.zeros(0))
-    first(*given)
+    args = batch(4, 1, torch.zeros(0))
+    first(*args)
     if group.rank == 0:
         del first
         gc.collect()
     assert (mapped() > 0) == (group.rank == 1)
     second = layer(group)
-    assert far(second(*given), *given) <= 8
+    assert far(second(*args), *args) <= 8
     if group.rank:
         del first
     del second
@@ -181,14 +181,14 @@ def compiled(group: weft.Group, replicas: int) -> list[float]:
     """Compile: a shared batch is one graph without a break."""
     called, whole = layer(group, replicas=replicas), replicas == 1
     traced = torch.compile(called.__call__, fullgraph=whole, backend="aot_eager", dynamic=False)
-    found = []
+    result = []
     with torch.no_grad():
         called(*batch(1, 0, torch.zeros(0)))  # makes the all-reduce, which a graph cannot
         for tokens in (5, MAX_TOKENS + 5, 5):
-            given = batch(tokens, tokens, torch.zeros(0))
-            found.append(far(traced(*given), *given))
+            args = batch(tokens, tokens, torch.zeros(0))
+            result.append(far(traced(*args), *args))
     plugin.close()
-    return found
+    return result
 
 
 @pytest.mark.slow
@@ -196,8 +196,8 @@ def test_every_batch_shared_or_not(ranks: Any) -> None:
     served = [(sizes, replicas, dtype) for dtype in HALF_UNIT for replicas in (1, 2)]
     calls = [*served, (compiled, 1), (compiled, 2), (economy, 1), (economy, 2)]
     rows = []
-    for *found, shared, own in ranks(2, "cpu")(in_turn, calls):
-        for call, each in zip(calls, found, strict=False):
+    for *result, shared, own in ranks(2, "cpu")(in_turn, calls):
+        for call, each in zip(calls, result, strict=False):
             # A rank's sum and the total are rounded once each, and experts add in another order.
             assert max(each) <= 8, call
         rows.append((shared, own))
@@ -222,26 +222,26 @@ def replayed(group: weft.Group) -> list[float]:
     """Replay graphs of two sizes between eager calls, with other tokens and routing."""
     called = layer(group, dtype=torch.bfloat16)
     like = torch.zeros(0, dtype=torch.bfloat16, device=group.device)
-    graphs, found = [], []
+    graphs, result = [], []
     with torch.no_grad():
         for tokens in (3, 2 * MAX_TOKENS + 1):
-            given = batch(tokens, 0, like)
-            called(*given)
+            args = batch(tokens, 0, like)
+            called(*args)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                out = called(*given)
-            graphs.append((graph, given, out))
+                out = called(*args)
+            graphs.append((graph, args, out))
         for seed in range(1, 20):
-            graph, given, out = graphs[seed % 2]
-            for mine, fresh in zip(given, batch(len(given[0]), seed, like), strict=True):
+            graph, args, out = graphs[seed % 2]
+            for mine, fresh in zip(args, batch(len(args[0]), seed, like), strict=True):
                 mine.copy_(fresh)
             graph.replay()
-            found.append(far(out, *given))
-            found.append(far(called(*given), *given))
+            result.append(far(out, *args))
+            result.append(far(called(*args), *args))
     plugin.check()
     plugin.close()
-    return found
+    return result
 
 
 @pytest.mark.gpu
@@ -258,12 +258,12 @@ def test_gpus_serve_every_batch(ranks: Any, replicas: int, dtype: torch.dtype) -
 
 def refuse_capture(group: weft.Group) -> None:
     called = layer(group, replicas=2)
-    given = batch(4, 1, torch.zeros(0, device=group.device))
-    called(*given)
+    args = batch(4, 1, torch.zeros(0, device=group.device))
+    called(*args)
     torch.cuda.synchronize()
     refused = pytest.raises(InvalidArgument, match="ep_size == tp_size")
     with torch.cuda.graph(torch.cuda.CUDAGraph()), refused:
-        called(*given)
+        called(*args)
 
 
 @pytest.mark.gpu

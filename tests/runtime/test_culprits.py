@@ -31,9 +31,9 @@ SOON = 60.0  # seconds: a loaded machine may take long, but a deadline takes ten
 
 def blamed(text: str) -> int:
     """Return the rank that an error names after its own rank and the phase."""
-    found = re.search(r"rank (\d+)", re.sub(r"^rank \d+, [^:]*: ", "", text))
-    assert found is not None, text
-    return int(found[1])
+    result = re.search(r"rank (\d+)", re.sub(r"^rank \d+, [^:]*: ", "", text))
+    assert result is not None, text
+    return int(result[1])
 
 
 def deaths() -> Iterator[Any]:
@@ -147,8 +147,8 @@ def test_a_regular_exit_disturbs_no_rank(group, kind):
             for number in range(10):
                 op.round(float(number))
             last = op.enqueue(3.0)  # a GPU has not done it yet when it is closed
-        wanted = 3.0 * (group.size if op.kind.name == "allreduce" else TOP_K)
-        assert bool((last == wanted).all())
+        expected = 3.0 * (group.size if op.kind.name == "allreduce" else TOP_K)
+        assert bool((last == expected).all())
 
 
 @pytest.mark.parametrize("kind", ["pull", "sender", "twoshot"])
@@ -188,8 +188,8 @@ def test_an_error_tells_how_long_it_waited(group, kind):
             with pytest.raises(PeerTimeout) as caught:
                 op.round()
             waited = time.monotonic() - start
-            found = re.search(r"within ([\d.]+) s", str(caught.value))
-            assert found is not None
-            assert 0.49 < float(found[1]) <= waited + 0.01
+            result = re.search(r"within ([\d.]+) s", str(caught.value))
+            assert result is not None
+            assert 0.49 < float(result[1]) <= waited + 0.01
             assert blamed(str(caught.value)) == 1
         group.barrier()

@@ -179,8 +179,8 @@ def test_a_rank_out_of_step_is_detected_by_all_in_that_call(ranks, kind, how, de
     at, other = disturb(chance, program, how)
     right = ranks(RANKS, device)(run_program, kind, program, None, odd)
     assert [(len(results), error) for results, error, _ in right] == [(8, "")] * RANKS
-    found = ranks(RANKS, device)(run_program, kind, program, other, odd)
-    for (results, error, text), (expected, _, _) in zip(found, right, strict=True):
+    result = ranks(RANKS, device)(run_program, kind, program, other, odd)
+    for (results, error, text), (expected, _, _) in zip(result, right, strict=True):
         assert error == GeometryMismatch.__name__, (error, text)
         assert len(results) == at, text
         assert "called with" in text or (kind == "operators" and f"rank {odd}" in text)

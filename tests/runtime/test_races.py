@@ -24,9 +24,9 @@ SANITIZED = ("-fsanitize=thread", "-g", "-O1", "-ffp-contract=off")
 WRAP = 2**40  # epochs have so many values
 
 
-def campaign(program: str, *given: object) -> object:
+def campaign(program: str, *args: object) -> object:
     """Return a case of the slow tests."""
-    return pytest.param(program, *given, marks=pytest.mark.slow)
+    return pytest.param(program, *args, marks=pytest.mark.slow)
 
 
 def run(
@@ -66,8 +66,8 @@ def require_right(found: tuple[int, str], program: str, rounds: int, ranks: int 
     ],
 )
 def test_no_race_with_ranks_as_threads(program, rounds, ranks, options):
-    found = run(program, rounds, *SANITIZED, f"-DRANKS={ranks}", *options.split())
-    require_right(found, program, rounds, ranks)
+    result = run(program, rounds, *SANITIZED, f"-DRANKS={ranks}", *options.split())
+    require_right(result, program, rounds, ranks)
 
 
 @pytest.mark.parametrize(
@@ -125,5 +125,5 @@ def test_many_rounds_and_the_wrap(program, rounds, first_epoch):
     ],
 )
 def test_undefined_behaviour_and_bounds(program, rounds, options):
-    found = run(program, rounds, "-fsanitize=address,undefined", "-g", *options.split())
-    require_right(found, program, rounds)
+    result = run(program, rounds, "-fsanitize=address,undefined", "-g", *options.split())
+    require_right(result, program, rounds)

@@ -75,7 +75,7 @@ def test_tensors_without_memory_have_no_key(given: Any):
 
 
 def test_a_tensor_with_gradient_has_a_key_under_no_grad():
-    given = torch.zeros(4, 8, dtype=torch.float16, requires_grad=True)
-    assert tensors_key([given])[0] is None
+    inputs = torch.zeros(4, 8, dtype=torch.float16, requires_grad=True)
+    assert tensors_key([inputs])[0] is None
     with torch.no_grad():
-        assert tensors_key([given])[0] == tensors_key([dense()])[0]
+        assert tensors_key([inputs])[0] == tensors_key([dense()])[0]

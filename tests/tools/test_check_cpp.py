@@ -54,8 +54,8 @@ def judge(root: Path, name: str, text: str) -> list[str]:
 
 @pytest.mark.parametrize(("name", "text", "error"), REFUSED)
 def test_refused(tmp_path: Path, name: str, text: str, error: str) -> None:
-    (found,) = judge(tmp_path, name, text)
-    assert found.startswith(f"{name}:{error}")
+    (result,) = judge(tmp_path, name, text)
+    assert result.startswith(f"{name}:{error}")
 
 
 @pytest.mark.parametrize(("name", "text"), ALLOWED)

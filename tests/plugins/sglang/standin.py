@@ -188,9 +188,9 @@ def get_moe_a2a_backend() -> MoeA2ABackend:
 
 class Bag(SimpleNamespace):
     @contextmanager
-    def override(self, **given: Any) -> Iterator[None]:
-        kept = {name: getattr(self, name) for name in given}
-        vars(self).update(given)
+    def override(self, **kwargs: Any) -> Iterator[None]:
+        kept = {name: getattr(self, name) for name in kwargs}
+        vars(self).update(kwargs)
         yield
         vars(self).update(kept)
 
@@ -287,17 +287,17 @@ class TopK(nn.Module):
         super().__init__()
         self.top_k, self.is_draft = top_k, False
 
-    def forward(self, *args: Any, **given: Any) -> Any:
-        return self.forward_cuda(*args, **given)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward_cuda(*args, **kwargs)
 
-    def forward_cuda(self, x: torch.Tensor, router_logits: torch.Tensor, **given: Any) -> Any:
+    def forward_cuda(self, x: torch.Tensor, router_logits: torch.Tensor, **kwargs: Any) -> Any:
         if not len(x):
             raise RuntimeError("invalid configuration argument: a grid of 0 blocks")
         if NEWER:  # padding and replicas of this forward pass, which the model does not pass
-            assert not given
+            assert not kwargs
             real, replicas = self.routing_inputs()
         else:
-            real, replicas = (given[name] for name in GIVEN)
+            real, replicas = (kwargs[name] for name in GIVEN)
         weights, ids = router_logits.float().softmax(1).topk(self.top_k)
         if replicas is not None:
             ids = replicas.physical[ids]
@@ -350,9 +350,9 @@ def pre_initialize_workspaces(*sizes: Any) -> None:
     STATE.workspaces += 1
 
 
-def _forward_with_allreduce_fusion(norm: Any, x: torch.Tensor, *given: Any) -> Any:
+def _forward_with_allreduce_fusion(norm: Any, x: torch.Tensor, *args: Any) -> Any:
     STATE.ways.append("not summed")
-    return norm.forward(x, *given[:2])
+    return norm.forward(x, *args[:2])
 
 
 class RMSNorm(nn.Module):
@@ -419,7 +419,7 @@ class GroupCoordinator:
     def _can_use_flashinfer_allreduce(self, input_: torch.Tensor) -> bool:
         return bool(STATE.flashinfer)
 
-    def _resolve_outplace_all_reduce_method(self, *given: Any) -> str | None:
+    def _resolve_outplace_all_reduce_method(self, *args: Any) -> str | None:
         return None
 
     def _all_reduce_out_place(self, input_: torch.Tensor, method: str) -> torch.Tensor:
@@ -603,10 +603,10 @@ class Gate(nn.Module):
 class SharedMLP(nn.Module):
     """A shared expert, which weft must keep whole on each rank."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__()
-        size, (layer, dtype) = given["intermediate_size"], given["quant_config"]
-        whole = given["parallel_group"] == "replicated" if NEWER else given.get("tp_size") == 1
+        size, (layer, dtype) = kwargs["intermediate_size"], kwargs["quant_config"]
+        whole = kwargs["parallel_group"] == "replicated" if NEWER else kwargs.get("tp_size") == 1
         assert whole or get_parallel().tp_size == 1, "a shared expert in parts needs an all-reduce"
         self.gate_up_proj: Any = nn.Linear(HIDDEN, 2 * size, bias=False, dtype=dtype)
         self.gate_up_proj.output_size = 2 * size  # as SGLang's parallel layers have it
@@ -664,7 +664,7 @@ class Block(nn.Module):
             self.shared_expert_gate.requires_grad_(False)
             self.shared_expert_gate.weight.copy_(drawn((1, HIDDEN), 1000 * layer_id + 502, dtype))
 
-    def forward(self, *args: Any, **given: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise AssertionError("the stock forward ran")
 
 
@@ -777,9 +777,9 @@ def exchange_sync_rows(global_flat: torch.Tensor, local_row: torch.Tensor, group
 
 def exchange(local: list[int], ranks: int) -> list[list[int]]:
     """Return every rank's row at the start of a pass; an idle row for a missing one."""
-    found = torch.tensor([[0, 0, 1]]).repeat(ranks, 1)
-    exchange_sync_rows(found.flatten(), torch.tensor(local), None)
-    return found.tolist()
+    result = torch.tensor([[0, 0, 1]]).repeat(ranks, 1)
+    exchange_sync_rows(result.flatten(), torch.tensor(local), None)
+    return result.tolist()
 
 
 class ElasticEPState:
@@ -919,11 +919,11 @@ def _wrapped(
     function: Callable[..., Any], kind: HookType, hook: Callable[..., Any]
 ) -> Callable[..., Any]:
     @functools.wraps(function)
-    def call(*args: Any, **given: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if kind is HookType.AROUND:
-            return hook(function, *args, **given)
-        result = function(*args, **given)
-        other = hook(result, *args, **given)
+            return hook(function, *args, **kwargs)
+        result = function(*args, **kwargs)
+        other = hook(result, *args, **kwargs)
         return result if other is None else other
 
     return call

@@ -120,9 +120,9 @@ def make_runner(
     )
 
 
-def start(group: weft.Group, *given: Any, **more: Any) -> Any:
+def start(group: weft.Group, *args: Any, **more: Any) -> Any:
     """Return a runner with a loaded model, whose all-reduces are weft's."""
-    runner = make_runner(group, *given, **more)
+    runner = make_runner(group, *args, **more)
     runner.load_model()
     return runner
 
@@ -156,10 +156,10 @@ def close_to_torch(group: weft.Group, dtype: torch.dtype, gemma: bool) -> list[l
         for tokens in (0, 1, 5, LIMIT, LIMIT + 1, 3):
             state().ways.clear()
             x = rows(tokens, dtype)
-            found = step(runner, x).float()
+            result = step(runner, x).float()
             want = runner.model.alone(x)
-            torch.testing.assert_close(found, want, rtol=0, atol=TOLERANCE[dtype])
-            results.append([tokens, list(state().ways), found.tolist()])
+            torch.testing.assert_close(result, want, rtol=0, atol=TOLERANCE[dtype])
+            results.append([tokens, list(state().ways), result.tolist()])
     return results
 
 
@@ -167,7 +167,7 @@ def close_to_torch(group: weft.Group, dtype: torch.dtype, gemma: bool) -> list[l
 def test_layers_agree_with_torch_and_ranks_with_each_other(ranks, size):
     calls = [(close_to_torch, dtype, gemma) for dtype in TOLERANCE for gemma in (False, True)]
     for results in in_one_launch(ranks, size, *(calls if size == 2 else calls[1:3])):
-        assert all(found == results[0] for found in results)
+        assert all(result == results[0] for result in results)
         for tokens, ways, _ in results[0]:
             beyond = not 0 < tokens <= LIMIT
             assert ways == ["in place"] * ((1 + 2 * LAYERS) if beyond else 0), tokens
@@ -177,8 +177,8 @@ def fused_sums(group: weft.Group, release: str) -> tuple[list[int], list[str]]:
     """Return how often each norm ran by itself in a batch that fuses."""
     runner = start(group, release=release)
     x, extra = rows(4), rows(4, seed=1)
-    found = runner.model(x, extra=extra)
-    torch.testing.assert_close(found, runner.model.alone(x, extra), rtol=0, atol=2e-5)
+    result = runner.model(x, extra=extra)
+    torch.testing.assert_close(result, runner.model.alone(x, extra), rtol=0, atol=2e-5)
     return [norm.calls - 1 for norm in runner.model.norms], state().ways
 
 
@@ -218,7 +218,7 @@ def test_sums_are_fused_with_the_norms_that_allow_it(ranks):
 def not_ours(group: weft.Group, release: str) -> list[list[str]]:
     """Return how SGLang summed rows that the operator does not support."""
     start(group, release=release)
-    tensor, ways, found = state().groups["tp"], state().ways, []
+    tensor, ways, result = state().groups["tp"], state().ways, []
     for x in (
         torch.ones(4, HIDDEN, dtype=torch.float64),
         torch.ones(4, HIDDEN // 2),
@@ -229,15 +229,15 @@ def not_ours(group: weft.Group, release: str) -> list[list[str]]:
     ):
         ways.clear()
         assert torch.equal(tensor.all_reduce(x), torch.full_like(x, 2))
-        found.append(list(ways))
+        result.append(list(ways))
     ways.clear()
     x = torch.ones(4, HIDDEN)
     assert torch.equal(tensor._all_reduce_out_place(x, "auto"), x * 2)
     assert torch.equal(x, torch.ones(4, HIDDEN))
-    found.append(list(ways))
+    result.append(list(ways))
     allreduce.close()
     assert torch.equal(tensor.all_reduce(x), torch.full_like(x, 2))
-    return [*found, list(ways)]
+    return [*result, list(ways)]
 
 
 def initialize_workspaces(hidden: int) -> None:
@@ -264,16 +264,16 @@ def two_models(group: weft.Group) -> tuple[bool, bool, int]:
 def flashinfers(group: weft.Group) -> list[list[str]]:
     """Plain sums where SGLang 0.5.23 uses FlashInfer, with weft and without."""
     start(group, release=NEWER)
-    tensor, ways, found = state().groups["tp"], state().ways, []
+    tensor, ways, result = state().groups["tp"], state().ways, []
     state().flashinfer = True
     for tokens in (4, LIMIT + 1):
         ways.clear()
         x = rows(tokens)
         assert torch.equal(tensor.all_reduce(x.clone()), x * 2)
-        found.append(list(ways))
+        result.append(list(ways))
     allreduce.close()
     tensor.all_reduce(rows(4))
-    return [*found, ways[-1:]]
+    return [*result, ways[-1:]]
 
 
 def test_other_rows_are_summed_by_sglang(ranks):
@@ -335,8 +335,8 @@ REFUSED = {
 
 def test_unsupported_models_are_refused(ranks):
     results = in_one_launch(ranks, 2, *((refused, how) for how in REFUSED))
-    for (how, text), found in zip(REFUSED.items(), results, strict=True):
-        assert all(text in each for each in found), how
+    for (how, text), result in zip(REFUSED.items(), results, strict=True):
+        assert all(text in each for each in result), how
 
 
 def killed(group: weft.Group, folder: str) -> None:

@@ -115,7 +115,7 @@ def check_room(deaths: dict[int, tuple[int, set[int]]]) -> int:
 
     Survivors must have the same results, of the same pass.
     """
-    room, found = Room(4, dict(deaths)), {}
+    room, result = Room(4, dict(deaths)), {}
     failed: list[BaseException] = []
 
     def body(rank: int) -> None:
@@ -131,7 +131,7 @@ def check_room(deaths: dict[int, tuple[int, set[int]]]) -> int:
             for number in range(PASSES):
                 rows = survivors.exchange([number, rank])
                 results.append((rows, survivors.run(functools.partial(step, number))))
-            found[rank] = results
+            result[rank] = results
         except Dead:
             pass
         except BaseException as error:
@@ -143,9 +143,9 @@ def check_room(deaths: dict[int, tuple[int, set[int]]]) -> int:
     for each in threads:
         each.join(60)
     assert not failed, (deaths, failed)
-    assert set(found) == room.living
-    first = next(iter(found.values()))
-    assert all(each == first for each in found.values()), deaths
+    assert set(result) == room.living
+    first = next(iter(result.values()))
+    assert all(each == first for each in result.values()), deaths
     for number, (rows, layers) in enumerate(first):
         for values in (rows, *layers):
             assert [each for each in values if each is not None and list(each)[0] != number] == []
@@ -315,12 +315,12 @@ FLAGS: dict[str, Any] = {
 
 def replicated(group: weft.Group, **flags: Any) -> Server:
     """Serve a model whose experts have two replicas each, on ranks two apart."""
-    given = FLAGS | flags
+    kwargs = FLAGS | flags
     find("sglang", NEWER)
-    static = given["ep_dispatch_algorithm"] == "static"
+    static = kwargs["ep_dispatch_algorithm"] == "static"
     rows = (torch.arange(16) % 8).repeat(2, 1)
     importlib.import_module("sglang").place(rows, group.size, 8, static)
-    return Server(group, "qwen3", redundant=8, release=NEWER, **given)
+    return Server(group, "qwen3", redundant=8, release=NEWER, **kwargs)
 
 
 def unfit(group: weft.Group, flags: dict[str, Any]) -> str:

@@ -172,7 +172,7 @@ def test_a_hook_that_sglang_could_not_apply_is_an_error(sglang: Callable[[str], 
 
 def test_the_server_is_ended_by_a_signal_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))
+    monkeypatch.setattr(os, "kill", lambda *inputs: sent.append(inputs))
     end_server(-1)()
     assert sent == []
     end_server(os.getppid())()
@@ -256,7 +256,7 @@ def test_mxfp4_is_left_as_loaded_and_packed() -> None:
 
     for kind in (WholeBlock, Exchanged):
         layer.dispatcher = kind(7)
-        models.keep_mxfp4(lambda *given: changed.append(given), "method", layer)
+        models.keep_mxfp4(lambda *inputs: changed.append(inputs), "method", layer)
     leave()
     assert changed == [("method", layer)]
     check_experts(layer, form="block")

@@ -50,7 +50,7 @@ def outliving(group: weft.Group, form: str, way: str, when: str) -> dict[str, An
     blocks = engine._blocks
     assert blocks is not None
     assert blocks.watch is not None
-    found = {
+    result = {
         "far": max(errors),
         "active": standin.ElasticEPStateManager.instance().active_ranks_cpu.tolist(),
         "reported": scheduler.reported,
@@ -58,7 +58,7 @@ def outliving(group: weft.Group, form: str, way: str, when: str) -> dict[str, An
         "watched": blocks.watch._thread.is_alive(),
     }
     leave()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_a_server_outlives_a_rank(form: str, way: str, when: str) -> None:
     """
     first, dead, *others = run(outliving, form, way, when, ranks=4)
     assert dead is None
-    for found in (first, *others):
-        assert found.pop("far") < CLOSE
+    for result in (first, *others):
+        assert result.pop("far") < CLOSE
         active = [1, 0, 1, 1]
-        assert found == {
+        assert result == {
             **{"active": active, "reported": [active], "moved": "rank 1 has died"},
             "watched": True,
         }
@@ -106,9 +106,9 @@ def shrinking(group: weft.Group) -> str:
 
 
 def test_experts_that_died_with_both_replicas_end_the_server() -> None:
-    found = run(shrinking, ranks=4)
+    result = run(shrinking, ranks=4)
     text = "2: with rank 0, 2 gone no replica is left of 8 experts: 0 of layer 0,"
-    assert [found[rank].startswith(text) for rank in (1, 3)] == [True, True]
+    assert [result[rank].startswith(text) for rank in (1, 3)] == [True, True]
 
 
 def unrecovered(group: weft.Group) -> tuple[int, list[str], list[bool]]:

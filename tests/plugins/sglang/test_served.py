@@ -56,14 +56,14 @@ def serve(
     batches: tokens of each attention group, which its ranks share evenly; real, padded: rows that
     are no padding, and how many SGLang reports.
     """
-    server, found = Server(group, block, attention_ranks=attention_ranks, **more), []
+    server, result = Server(group, block, attention_ranks=attention_ranks, **more), []
     for seed, counts in enumerate(batches or BATCHES[group.size]):
         mine = counts[group.rank // attention_ranks] // attention_ranks
         x = tokens(mine, 10 * seed + group.rank)
-        found.append(far(server.step(x, counts, padded), alone(x, block, real=real)))
+        result.append(far(server.step(x, counts, padded), alone(x, block, real=real)))
     workspaces = len(server.workspaces)
     leave()
-    return max(found), workspaces
+    return max(result), workspaces
 
 
 LORA = {"enable_lora": True, "lora_target_modules": {"q_proj", "o_proj"}}
@@ -103,8 +103,8 @@ SERVED: dict[int, list[tuple[str, Any, dict[str, Any]]]] = {
 def test_models_are_served_as_in_one_process(ranks: Any, count: int) -> None:
     calls = [(partial(serve, **more), block, sizes) for block, sizes, more in SERVED[count]]
     for case, results in zip(SERVED[count], launched(ranks, count, *calls), strict=True):
-        for found, workspaces in results:
-            assert found < CLOSE, case
+        for result, workspaces in results:
+            assert result < CLOSE, case
             assert workspaces == (1 if case[2].get("form") == "dispatcher" else 2), case
 
 
@@ -154,12 +154,12 @@ def set_up(group: weft.Group) -> tuple[float, list[Any]]:
     server = Server(group, "glm4")
     with torch.inference_mode():  # where SGLang runs, and may load
         draft = Server(group, "glm4", layers=1)
-    x, found = tokens(9, group.rank), []
+    x, result = tokens(9, group.rank), []
     for each, layers in ((server, 2), (draft, 1), (server, 2)):
-        found.append(far(each.step(x, [9, 9]), alone(x, "glm4", layers=layers)))
+        result.append(far(each.step(x, [9, 9]), alone(x, "glm4", layers=layers)))
     built = [(each.mode, each.overlap, each.exchange.max_tokens) for each in server.workspaces]
     leave()
-    return max(found), built
+    return max(result), built
 
 
 def drafting(group: weft.Group, form: str, release: str) -> tuple[float, list[int]]:
@@ -170,27 +170,27 @@ def drafting(group: weft.Group, form: str, release: str) -> tuple[float, list[in
     draft = Server(group, "nextn", layers=1, **more)
     if group.rank == 1:  # it has the physical experts 5 to 9; 8 and 9 are replicas
         draft.runner.model.blocks[0].experts.w13_weight.data[3:] = 100.0
-    found = []
+    result = []
     for seed, counts in enumerate(([4, 12], [12, 0], [1, 40])):
         x = tokens(counts[group.rank], 10 * seed + group.rank)
-        found.append(far(server.step(x, counts), alone(x, "deepseek")))
-        found.append(far(draft.step(x, counts), alone(x, "deepseek", layers=1)))
+        result.append(far(server.step(x, counts), alone(x, "deepseek")))
+        result.append(far(draft.step(x, counts), alone(x, "deepseek", layers=1)))
     sizes = [getattr(each, "exchange", each).max_tokens for each in draft.workspaces]
     leave()
-    return max(found), sizes
+    return max(result), sizes
 
 
 def test_settings_and_draft_models(ranks: Any) -> None:
     """Decode workspaces have room for the 3 tokens that a request drafts."""
     calls = [(set_up,), (rounded_counts,), *((drafting, *case) for case in EITHER)]
     both, rows, *drafts = launched(ranks, 2, *calls)
-    for found, built in both:
-        assert found < CLOSE
+    for result, built in both:
+        assert result < CLOSE
         assert built == [("throughput", "none", 4), ("throughput", "none", 7)]
     assert rows == [3, 3]
     for (form, _), results in zip(EITHER, drafts, strict=True):
-        for found, sizes in results:
-            assert found < CLOSE
+        for result, sizes in results:
+            assert result < CLOSE
             assert sizes == ([12, 32] if form == "block" else [32])
 
 
@@ -307,25 +307,25 @@ def bereaved(group: weft.Group, folder: str) -> None:
     if last in blocks.group.host_ranks[blocks.group.host]:
         blocks.watch._thread.join()
         assert ended == [True]
-    found = {"error": error, "broken": bool(blocks.broken), "lines": kept.lines}
-    Path(folder, str(group.rank)).write_text(repr(found))
+    result = {"error": error, "broken": bool(blocks.broken), "lines": kept.lines}
+    Path(folder, str(group.rank)).write_text(repr(result))
 
 
 def found_by(folder: Path, rank: int) -> dict[str, Any]:
     """Return the result of a rank of `bereaved`."""
-    found: dict[str, Any] = ast.literal_eval((folder / str(rank)).read_text())
-    return found
+    result: dict[str, Any] = ast.literal_eval((folder / str(rank)).read_text())
+    return result
 
 
 def test_a_dead_rank_is_reported_and_ends_the_server(ranks: Any, tmp_path: Any) -> None:
     """Long before the deadline the step raises, a log line names the rank, and the server ends."""
     with pytest.raises(weft.errors.RankFailed):
         ranks(2, "cpu")(bereaved, str(tmp_path))
-    found = found_by(tmp_path, 0)
-    assert found["error"].startswith("PeerDied: rank 0, dispatch: rank 1 died")
-    assert found["broken"]
-    assert any("the process of rank 1 has ended" in line for line in found["lines"])
-    assert any("PeerDied: rank 0, dispatch: rank 1 died" in line for line in found["lines"])
+    result = found_by(tmp_path, 0)
+    assert result["error"].startswith("PeerDied: rank 0, dispatch: rank 1 died")
+    assert result["broken"]
+    assert any("the process of rank 1 has ended" in line for line in result["lines"])
+    assert any("PeerDied: rank 0, dispatch: rank 1 died" in line for line in result["lines"])
 
 
 # Two hosts (--nnodes 2): ranks with WEFT_HOSTs.
@@ -338,8 +338,8 @@ def on_two_hosts(group: weft.Group, body: Any, *args: Any) -> Any:
 
 def logged(group: weft.Group, form: str, release: str) -> tuple[float, bool]:
     kept = Kept(logging.INFO)
-    found, _ = serve(group, "deepseek", release=release, form=form)
-    return found, any(line.endswith("hosts: 2") for line in kept.lines)
+    result, _ = serve(group, "deepseek", release=release, form=form)
+    return result, any(line.endswith("hosts: 2") for line in kept.lines)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -352,12 +352,12 @@ def test_two_hosts_are_served(ranks: Any, count: int) -> None:
     else:
         calls += [(on_two_hosts, unfit, {})]
     *results, errors = launched(ranks, count, *calls)
-    for case, found in zip(calls, results, strict=False):
+    for case, result in zip(calls, results, strict=False):
         if case[1] is logged:
-            assert found[0][1], case
-            assert max(each for each, _ in found) < CLOSE, case
+            assert result[0][1], case
+            assert max(each for each, _ in result) < CLOSE, case
         else:
-            assert max(max(each) for each in found) < CLOSE, case
+            assert max(max(each) for each in result) < CLOSE, case
     expected = (  # all-reduces are of one host, and a group of several hosts does not recover
         "WEFT_SGLANG_ALLREDUCE=1 takes ranks of one host, and these are on 2: unset "
         "WEFT_SGLANG_ALLREDUCE, or keep --tp within one host"
@@ -374,5 +374,5 @@ def test_a_dead_rank_ends_the_servers_of_both_hosts(ranks: Any, tmp_path: Path) 
         ranks(4, "cpu")(on_two_hosts, bereaved, str(tmp_path))
     far_off, also_far_off, near = (found_by(tmp_path, rank) for rank in (0, 1, 2))
     assert any("the process of rank 3 has ended" in line for line in near["lines"])
-    for found in (far_off, also_far_off):
-        assert re.match("RailFailed.*rank 3|PeerLeft.*rank 3", found["error"])
+    for result in (far_off, also_far_off):
+        assert re.match("RailFailed.*rank 3|PeerLeft.*rank 3", result["error"])

@@ -190,7 +190,7 @@ class Mxfp4MoeBackend(Enum):
 
 
 def moe_kernel_quantize_input(
-    A: torch.Tensor, A_scale: None, quant_dtype: torch.dtype, block_shape: list[int], **given: Any
+    A: torch.Tensor, A_scale: None, quant_dtype: torch.dtype, block_shape: list[int], **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = A.float().view(A.shape[0], -1, block_shape[1])
     scale = blocks.abs().amax(2).clamp(min=1e-10) / 448
@@ -201,14 +201,14 @@ class TopKWeightAndReduceDelegate: ...
 
 
 class TopKWeightAndReduceNoOP:
-    def apply(self, output: None, fused_expert_output: torch.Tensor, **given: Any) -> torch.Tensor:
+    def apply(self, output: None, fused_expert_output: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return fused_expert_output
 
 
 class TopKWeightAndReduceContiguous:
-    def apply(self, output: None, fused_expert_output: torch.Tensor, **given: Any) -> torch.Tensor:
-        if not given["apply_router_weight_on_input"]:
-            fused_expert_output.mul_(given["topk_weights"][..., None])
+    def apply(self, output: None, fused_expert_output: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if not kwargs["apply_router_weight_on_input"]:
+            fused_expert_output.mul_(kwargs["topk_weights"][..., None])
         return fused_expert_output.sum(1)
 
 
@@ -306,7 +306,7 @@ class FusedMoEMethodBase:
         self.moe_kernel: Any = None
         self.moe_quant_config: Any = None
 
-    def maybe_roundup_sizes(self, hidden: int, intermediate: int, *given: Any) -> tuple[int, int]:
+    def maybe_roundup_sizes(self, hidden: int, intermediate: int, *args: Any) -> tuple[int, int]:
         return hidden, -(-intermediate // 256) * 256
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
@@ -324,7 +324,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
         x: torch.Tensor,
         topk_weights: Any,
         topk_ids: Any,
-        *given: Any,
+        *args: Any,
         **more: Any,
     ) -> torch.Tensor:
         return self.moe_kernel.apply(x, layer, topk_weights, topk_ids)
@@ -390,8 +390,8 @@ class RoutedExperts(PluggableLayer):
             method.moe_quant_config = method.get_fused_moe_quant_config(self)
 
     def forward_modular(self, x: Any, topk_weights: Any, topk_ids: Any) -> torch.Tensor:
-        given = {"layer": self, "x": x, "topk_weights": topk_weights, "topk_ids": topk_ids}
-        return self.quant_method.apply(**given, shared_experts=None, shared_experts_input=None)
+        kwargs = {"layer": self, "x": x, "topk_weights": topk_weights, "topk_ids": topk_ids}
+        return self.quant_method.apply(**kwargs, shared_experts=None, shared_experts_input=None)
 
 
 class GptOssRoutedExperts(RoutedExperts): ...

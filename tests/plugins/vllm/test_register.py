@@ -34,8 +34,8 @@ def of_vllm(name: str) -> Any:
     return getattr(importlib.import_module("vllm"), name)
 
 
-def layer(*given: Any, **more: Any) -> Any:
-    return of_vllm("RoutedExperts")("experts", *given, **more)
+def layer(*args: Any, **more: Any) -> Any:
+    return of_vllm("RoutedExperts")("experts", *args, **more)
 
 
 def test_layers_are_registered_once_and_where_weft_is_on() -> None:
@@ -70,8 +70,8 @@ def test_experts_that_are_constants_are_refused(monkeypatch: pytest.MonkeyPatch,
     """vLLM 0.33 has a separate layer for them, which would run without weft."""
 
     class SubstitutedRoutedExperts(of_vllm("RoutedExperts")):  # type: ignore[misc]
-        def __init__(self, *args: Any, expert_substitution: Any, **given: Any) -> None:
-            super().__init__(*args, **given)
+        def __init__(self, *args: Any, expert_substitution: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
 
     monkeypatch.setattr(engine, "find_derived_classes", lambda: [SubstitutedRoutedExperts])
     enter(form)
@@ -244,6 +244,6 @@ def test_the_fused_all_reduce_is_wefts() -> None:
 def test_a_worker_is_ended_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's monitor notices it, and ends the server."""
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))
+    monkeypatch.setattr(os, "kill", lambda *inputs: sent.append(inputs))
     engine.end_worker()
     assert sent == [(os.getpid(), signal.SIGKILL)]

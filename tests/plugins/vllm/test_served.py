@@ -45,28 +45,28 @@ def built() -> list[Any]:
 
 def serve(group: weft.Group, form: str, method: str) -> tuple[float, int, list[str]]:
     kept = Kept(logging.INFO)
-    worker, found = Worker(group, form, method), []
+    worker, result = Worker(group, form, method), []
     for seed, sizes in enumerate(BATCHES[group.size]):
         x = tokens(sizes[group.rank], 10 * seed + group.rank)
-        found.append(far(worker.step(x, sizes if group.size > 1 else None), alone(x)))
+        result.append(far(worker.step(x, sizes if group.size > 1 else None), alone(x)))
     workspaces = len(built())
     leave()
-    return max(found), workspaces, kept.lines
+    return max(result), workspaces, kept.lines
 
 
 def drafted(group: weft.Group, form: str) -> tuple[float, int, list[str]]:
     """A draft model is made after the target's, and runs between its passes."""
-    target, found = Worker(group, form), []
+    target, result = Worker(group, form), []
     draft = Worker(group, form, layers=1)
     for turn, sizes in enumerate(([6, 4], [2, 0], [40, 3])):
         x = tokens(sizes[group.rank], 10 * turn + group.rank)
-        found.append(far(target.step(x, sizes), alone(x)))
+        result.append(far(target.step(x, sizes), alone(x)))
         few = [min(size, 2) for size in sizes]
         x = tokens(few[group.rank], 10 * turn + group.rank)
-        found.append(far(draft.step(x, few), alone(x, layers=1)))
+        result.append(far(draft.step(x, few), alone(x, layers=1)))
     workspaces = len(built())
     leave()
-    return max(found), workspaces, []
+    return max(result), workspaces, []
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -79,14 +79,14 @@ def test_batches_of_every_size_are_served(ranks: Any, count: int) -> None:
     if count == 2:
         calls += [*((drafted, form) for form in FORMS), (serve, "exchange", "fp8")]
     results = launched(ranks, count, *calls)
-    for (body, form, *method), found in zip(calls, results, strict=True):
-        for error, workspaces, _ in found:
+    for (body, form, *method), result in zip(calls, results, strict=True):
+        for error, workspaces, _ in result:
             assert 1e-4 < error < 0.05 if "fp8" in method else error < CLOSE, (body, form)
             assert workspaces == (2 if form == "block" else 1)
         # benchmarks/vllm/variants.py looks for these words.
         logged = f"weft serves MoE layers of vLLM on {count} ranks, form {form}"
         if body is serve:
-            assert any(line.startswith(logged) for line in found[0][2])
+            assert any(line.startswith(logged) for line in result[0][2])
 
 
 SIZES = {"hidden_dim": 160, "intermediate_size_per_partition": 96}  # padded to 256 and 128
@@ -181,15 +181,15 @@ def test_gpt_oss_in_mxfp4(ranks: Any) -> None:
 def padded(group: weft.Group, form: str, release: str) -> float:
     from weft.plugins.vllm import engine
 
-    worker, found = Worker(group, form), 0.0
+    worker, result = Worker(group, form), 0.0
     kept, engine.PADDED_BY_ROUTER = engine.PADDED_BY_ROUTER, release != "0.26.0"
     for size, real in ((4, 2), (40, 35)):  # one round, and two
         x, padding = tokens(size, group.rank), torch.arange(64) >= real  # of a larger buffer
         want = alone(x, real=real if release == "0.26.0" else None)
-        found = max(found, far(worker.step(x, [size, size], padding), want))
+        result = max(result, far(worker.step(x, [size, size], padding), want))
     engine.PADDED_BY_ROUTER = kept
     leave()
-    return found
+    return result
 
 
 def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any) -> None:
@@ -246,9 +246,9 @@ def set_up(group: weft.Group) -> list[tuple[str, str, int]]:
     more: dict[str, Any] = {"DECODE": "throughput", "OVERLAP": "none", "PREFILL_TOKENS": "7"}
     worker = Worker(group, "block", **more)
     worker.step(tokens(9, group.rank), [9, 9])
-    found = [(each.mode, each.overlap, each.exchange.max_tokens) for each in built()]
+    result = [(each.mode, each.overlap, each.exchange.max_tokens) for each in built()]
     leave()
-    return found
+    return result
 
 
 def on_two_hosts(group: weft.Group, form: str) -> str:
@@ -308,12 +308,12 @@ def staged(group: weft.Group, form: str) -> float:
     group.process_group()
     stages = [torch.distributed.new_group([first, first + 1]) for first in (0, 2)]
     pair = weft.Group.from_torch(stages[group.rank // 2], device=group.device)
-    worker, found = Worker(pair, form), 0.0
+    worker, result = Worker(pair, form), 0.0
     for turn, sizes in enumerate(([3, 1], [0, 40])):  # one stage may be ahead of the other
         x = tokens(sizes[pair.rank], 10 * turn + group.rank)
-        found = max(found, far(worker.step(x, sizes), alone(x)))
+        result = max(result, far(worker.step(x, sizes), alone(x)))
     leave()
-    return found
+    return result
 
 
 def test_pipeline_stages_have_groups_beside_each_other(ranks: Any) -> None:
