@@ -87,7 +87,7 @@ class ByRank:
 
     def emulate(self, subject: Subject, library: Path) -> None:
         a2a = subject.made
-        a2a._kernels = EmulatedAllToAll(library, a2a.config.shape, a2a.rank)
+        a2a._local.kernels = EmulatedAllToAll(library, a2a.config.shape, a2a.rank)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class ByExpert:
 
     def emulate(self, subject: Subject, library: Path) -> None:
         a2a = subject.made
-        a2a._kernels = EmulatedLow(library, a2a.config.shape)
+        a2a._local.kernels = EmulatedLow(library, a2a.config.shape)
 
 
 @dataclass(frozen=True)

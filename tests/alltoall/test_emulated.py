@@ -57,7 +57,7 @@ def watched_rounds(group: weft.Group, name: str) -> tuple[int, list[Event], Shap
     """Return how many rows arrived, and the recorded memory accesses."""
     case, rows = case_of(name), 0
     with case.open(group, 8, split_phase=True, **options_of(case)) as a2a:
-        watch, entries = watched(a2a), a2a._kernels
+        watch, entries = watched(a2a), a2a._local.kernels
         assert isinstance(entries, EmulatedAllToAll)
         with watching(group, entries.library, a2a.site.stride):
             for seed in range(4):
@@ -116,7 +116,7 @@ def mixed(group: weft.Group, name: str) -> None:
     with case.open(group, 8, split_phase=True, **options_of(case)) as a2a:
         if group.rank != 1:
             shape = a2a.config.shape
-            a2a._kernels = EmulatedAllToAll(compile_alltoall(shape), shape, group.rank)
+            a2a._local.kernels = EmulatedAllToAll(compile_alltoall(shape), shape, group.rank)
         rounds(a2a, case)
 
 
@@ -189,7 +189,7 @@ def test_profiled_kernels_keep_every_round_in_order(group, name):
         group.barrier()
         drop_refusals(a2a)
         spans = read_timeline(a2a.heap)
-    entries: Any = a2a._kernels
+    entries: Any = a2a._local.kernels
     both = [(epoch, phase) for epoch in range(1, 5) for phase in ("dispatch", "combine")]
     assert [(span.epoch, span.phase) for span in spans] == both
     for span in spans:
@@ -235,7 +235,7 @@ def finds_fault(group: weft.Group, mutation: Mutation | None) -> bool:
     with case.open(group, combine_dtype="fp8") as a2a:
         shape = a2a.config.shape
         library = compile_alltoall(shape, mutation=mutation)
-        a2a._kernels = entries = EmulatedAllToAll(library, shape, group.rank)
+        a2a._local.kernels = entries = EmulatedAllToAll(library, shape, group.rank)
         entries.combines = COMBINE_FP8[1:2]
         x = strange_rows(1152)[:9].bfloat16()
         x[8].view(torch.int16)[:] = -1

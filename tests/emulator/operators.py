@@ -204,6 +204,6 @@ def run_emulated(patch: pytest.MonkeyPatch) -> None:
 
 def watched(a2a: weft.AllToAll) -> Watch:
     """Return the watch of an emulated all-to-all, which includes its experts' accesses."""
-    entries: Any = a2a._kernels
+    entries: Any = a2a._local.kernels
     entries.watch = watch = Watch(entries.library, a2a.site.stride)
     return watch

@@ -76,12 +76,12 @@ def play_rounds(kind: str, operators: list[Any], libraries: Any) -> None:
     living = list(LIVING)
     if kind == "alltoall":
         for a2a, library in zip(operators, libraries, strict=True):
-            a2a._kernels = EmulatedAllToAll(library, a2a.config.shape, a2a.rank)
+            a2a._local.kernels = EmulatedAllToAll(library, a2a.config.shape, a2a.rank)
             for seed in range(2):
                 play(a2a, CASE.next(seed=seed), poison=False, living=living)
     elif kind == "lowlatency":
         for mode, low, library in zip(MODES, operators, libraries, strict=True):
-            low._kernels = EmulatedLow(library, low.config.shape)
+            low._local.kernels = EmulatedLow(library, low.config.shape)
             for seed in range(2):
                 case = CASE.next(seed=seed)
                 lowlatency_rounds.play(low, mode, case, living=living, checks=False)
@@ -108,10 +108,10 @@ def rounds(
         if group.rank in LIVING:
             group._roster.remove(set(range(group.size)) - set(LIVING))  # threads cannot recover
             for each in operators:
-                each._operator.quiesce()
+                each.quiesce()
             met.wait()
             for each in operators:
-                each._operator.restart(group.living_mask)
+                each.restart(group.living_mask)
             met.wait()
             play_rounds(kind, operators, libraries)
         for each in operators:

@@ -15,6 +15,7 @@ import weft
 from tests import rounds
 from tests.ranks import Test, on_ranks
 from weft.errors import RendezvousFailed
+from weft.hosts.exchange import LowLatencyManyHosts, ManyHosts
 from weft.hosts.rail import Pending, Slots
 
 # `make test` plays a few rounds of each kind; the rest runs when what it reads has changed.
@@ -69,8 +70,9 @@ def lying(
     a2a: weft.AllToAll | weft.LowLatencyAllToAll, tell: Callable[[Slots, int], None]
 ) -> Iterator[None]:
     """Let `tell(slots, own)` change what this rank sends over its rail in a dispatch."""
-    rail, own = a2a._rail, a2a.group.host
-    assert rail is not None
+    exchange, own = a2a._exchange, a2a.group.host
+    assert isinstance(exchange, ManyHosts | LowLatencyManyHosts)
+    rail = exchange._rail
     start = rail._start
 
     def started(pairs: Any) -> Pending:

@@ -27,6 +27,7 @@ from weft.errors import (
     TokenOverflow,
     WeftError,
 )
+from weft.hosts.exchange import ManyHosts
 from weft.hosts.rail import Slots
 
 TOKENS = 8
@@ -195,8 +196,8 @@ def late(group: weft.Group) -> str:
     with case.open(group, TOKENS, timeout=1.0) as a2a:
         play(a2a, case)
         group.barrier()
-        assert a2a._rail is not None
-        a2a._rail._first_cause.tell = lambda text: time.sleep(3.0)  # type: ignore[method-assign]
+        assert isinstance(a2a._exchange, ManyHosts)
+        a2a._exchange._rail._first_cause.tell = lambda text: time.sleep(3.0)  # type: ignore[method-assign]
         if group.rank == 0:
             time.sleep(6.0)
             return "slept"

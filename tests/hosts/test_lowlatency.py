@@ -95,7 +95,7 @@ LONG = Round(tokens=(5, 0, 8, 2), hidden=2048, router="holes")
 def emulated(group: weft.Group, library: str) -> None:
     mode = Mode(more={"timeout": 600.0})
     with mode.make(group, LONG, TOKENS) as low:
-        low._kernels = EmulatedLow(Path(library), low.config.shape)
+        low._local.kernels = EmulatedLow(Path(library), low.config.shape)
         for seed in range(2):
             play(low, mode, LONG.next(seed=seed), poison=False)
 

@@ -36,7 +36,7 @@ def mixed(group: weft.Group, name: str) -> None:
     with mode.make(group, case, 16) as a2a:
         if group.rank != 1:
             shape = a2a.config.shape
-            a2a._kernels = EmulatedLow(compile_low(shape), shape)
+            a2a._local.kernels = EmulatedLow(compile_low(shape), shape)
         for seed in range(2):
             play(a2a, mode, case.next(seed=seed))
 
@@ -51,7 +51,7 @@ def test_kernels_and_cpu_ranks_interoperate(ranks, name):
 def test_memory_accesses_have_the_required_order(group, name):
     mode, case = CASES[name]
     with mode.make(group, case, 16) as a2a:
-        entries: Any = a2a._kernels
+        entries: Any = a2a._local.kernels
         with watching(group, entries.library, a2a.site.stride) as watch:
             for seed in range(2):
                 play(a2a, mode, case.next(seed=seed))
@@ -81,7 +81,7 @@ def test_every_cta_of_a_profiled_kernel_leaves_its_page(group):
     # 56 tokens: three chunks, the last of them cut.
     mode, case = replace(mode, more={"profile": True}), case.next(tokens=(50, 26))
     with mode.make(group, case, 56) as a2a:
-        entries: Any = a2a._kernels
+        entries: Any = a2a._local.kernels
         play(a2a, mode, case, poison=False)
         for phase in ("dispatch", "combine"):
             plan = entries.plans[phase]

@@ -184,6 +184,8 @@ class AllToAllConfig(HostsConfig):
         planes: Plane of each input. A quantised first input is delivered as two planes, values and
             scales.
         placement: Rank of each expert.
+        max_tokens: Maximum number of tokens of one rank in one call.
+        stats: Number of statistics that each rank passes to a dispatch.
         span: Hosts of the group, if there are several.
     """
 
@@ -194,6 +196,8 @@ class AllToAllConfig(HostsConfig):
     payloads: tuple[Payload, ...]
     planes: tuple[int, ...]
     placement: Placement
+    max_tokens: int
+    stats: int
     span: Span | None = None
 
     @classmethod
@@ -270,13 +274,17 @@ class AllToAllConfig(HostsConfig):
             )
             shape, planes = _shape_of_host(shape, span), tuple(range(len(delivered)))
         return cls(
-            shape, Offsets.from_shape(shape), dtype, inputs, delivered, planes, placement, span
+            shape=shape,
+            offsets=Offsets.from_shape(shape),
+            dtype=dtype,
+            inputs=inputs,
+            payloads=delivered,
+            planes=planes,
+            placement=placement,
+            max_tokens=sizes["tokens"],
+            stats=sizes["stats"],
+            span=span,
         )
-
-    @property
-    def stats(self) -> int:
-        """Number of statistics that each rank passes to a dispatch."""
-        return self.shape.stats if self.span is None else self.span.stats
 
     @property
     def quantized(self) -> bool:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from enum import Enum
-from typing import Never
+from typing import Never, NoReturn
 
 import torch
 
 from weft.alltoall import compile as traced
-from weft.alltoall.config import AllToAllConfig, CombineArgs, DispatchArgs, Payload, memory_bytes
+from weft.alltoall.config import AllToAllConfig, Payload, memory_bytes
+from weft.alltoall.exchange import LocalExchange
 from weft.alltoall.kernels import load_kernels
 from weft.alltoall.received import Received, split_by_host, with_rows
 from weft.arguments import check_bools
@@ -23,13 +24,16 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap import Heap
 from weft.heap.header import header_bytes
-from weft.hosts.operator import AcrossHosts
+from weft.hosts.config import Span as HostSpan
+from weft.hosts.exchange import Exchange, ManyHosts, open_rail
 from weft.keywords import internal, refuse_unknown
 from weft.placement import ExpertRankMixin
 from weft.runtime import library
 from weft.runtime.ambient import as_creation
 from weft.runtime.check import as_tensors, check_no_overlap, check_tensor, raise_not_tensor
 from weft.runtime.debug import poison
+from weft.runtime.exchange import ExchangeOperator
+from weft.runtime.identity import exchange_call
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import one_call
 from weft.runtime.timeline import DEFINE, Span, read_timeline
@@ -46,7 +50,7 @@ class State(Enum):
     RETURNED = "combine_recv"
 
 
-class AllToAll(ExpertRankMixin, AcrossHosts):
+class AllToAll(ExpertRankMixin, ExchangeOperator):
     """Send each token once to every rank that owns one of its experts, and return the weighted
     sums.
 
@@ -91,6 +95,8 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
     """
 
     config: AllToAllConfig
+    output_buffer: torch.Tensor
+    _full_views: tuple[Received, torch.Tensor]  # with max_tokens slots for each source
 
     @as_creation
     def __init__(
@@ -154,12 +160,10 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         self.dtype, self.placement = config.dtype, config.placement
         self._round = 0  # number of rounds, incremented by dispatch
         self._discard_calls()
-        self._dispatch_args = DispatchArgs(site=self.site)
-        self._combine_args = CombineArgs(site=self.site)
-        if config.local_placement.explicit:
-            self._table = config.local_placement.table(group.device)
-            self._dispatch_args.placement = self._table.data_ptr()
-        self._open_rail()
+        self._local = LocalExchange(self._kernels, config, self.site, group.device)
+        self._exchange: Exchange = self._local
+        if config.span is not None:
+            self._connect_hosts(config.span)
         library.mark_static(self.output_buffer)
 
     memory_bytes = staticmethod(memory_bytes)
@@ -203,7 +207,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         """
         if _unknown:
             refuse_unknown(self.dispatch, _unknown)
-        tensors = as_tensors("x", x)
+        tensors = (x,) if isinstance(x, torch.Tensor) else as_tensors("x", x)
         if torch.compiler.is_dynamo_compiling():
             self.traced_tokens = topk_ids.shape[0]
             self._traced_rows = self.config.check_rows(rows, self.traced_tokens)
@@ -366,64 +370,29 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         rows: int | None,
     ) -> None:
         """Run `dispatch` or `dispatch_send`."""
-        self.expect_state(State.IDLE, entry)
+        if self._state is not State.IDLE:
+            self._refuse_call(entry)
         tokens = self.config.check_dispatch(
             tensors, topk_ids, topk_weights, num_tokens, stats, self.group.device
         )
-        rows = self.max_tokens if rows is None else self.config.check_rows(rows, tokens)
-        self._tokens, self._rows = tokens, rows
-        call = self._identify(self._dispatch_args, rows)
-        inputs = (tensors, topk_ids, topk_weights, num_tokens, stats)
-        if self._rail is None:
-            self._run_dispatch(entry, *inputs)
+        if rows is None:
+            rows = self.config.max_tokens
         else:
-            self._rail.send(*inputs, rows, call)
-            if entry == "dispatch":
-                self._forward()
+            rows = self.config.check_rows(rows, tokens)
+        self._tokens, self._rows = tokens, rows
+        call = self._layer_call or exchange_call(self._descriptor, self._layer, rows, 0)
+        self._exchange.dispatch(
+            entry, call, tensors, topk_ids, topk_weights, num_tokens, stats, rows
+        )
         self.traced_tokens, self._traced_rows = tokens, rows  # for a combine traced on its own
         self._round += 1
         self._set_state(State.RECEIVED if entry == "dispatch" else State.SENT)
-
-    def _run_dispatch(
-        self,
-        entry: str,
-        tensors: Sequence[torch.Tensor],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        num_tokens: torch.Tensor | None,
-        stats: torch.Tensor | None,
-    ) -> None:
-        """Send rows to the ranks of this host."""
-        tokens, args = topk_ids.shape[0], self._dispatch_args
-        for plane, tensor in zip(self.config.planes, tensors, strict=True):
-            args.payload[plane] = tensor.data_ptr()
-        args.ids = topk_ids.data_ptr()
-        args.ids_bytes = topk_ids.itemsize
-        args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
-        args.num_tokens = 0 if num_tokens is None else num_tokens.data_ptr()
-        args.stats = 0 if stats is None else stats.data_ptr()
-        args.tokens, args.source_rows = tokens, self._source_rows
-        self._kernels.run(entry, args, tokens)
-
-    def _forward(self) -> None:
-        """Receive the rows of all hosts, and send them to the ranks of this host."""
-        assert self._rail is not None
-        rows = self._rail.receive(self._rows)
-        self._run_dispatch("dispatch", rows.planes, rows.ids, rows.weights, None, rows.stats)
-
-    @property
-    def _source_rows(self) -> int:
-        """Slots for each rank of this host in this round: `rows` for each host."""
-        return self._rows * self.config.hosts
 
     @one_call("dispatch_recv")
     def _receive(self) -> Received:
         """Run `dispatch_receive`."""
         self.expect_state(State.SENT, "dispatch_recv")
-        if self._rail is None:
-            self._kernels.run("dispatch_receive", self._dispatch_args, self._tokens)
-        else:
-            self._forward()
+        self._exchange.dispatch_receive()
         self._set_state(State.RECEIVED)
         return self.receive_views(self._rows)[0]
 
@@ -432,12 +401,13 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         """Run `combine_send`."""
         self.expect_state(State.RECEIVED, "combine_send")
         self._copy_to_output(y)
-        self._combine_args.source_rows = self._source_rows
-        if self._rail is None:
-            self._kernels.run("combine_send", self._combine_args, self._tokens)
-        else:
-            self._return_rows("combine")
+        self._exchange.combine_send(self._rows, self._tokens)
         self._set_state(State.RETURNED)
+
+    @internal
+    def source_rows(self) -> int:
+        """Return the slots of each rank of this host in this round: `rows` for each host."""
+        return self._rows * self.config.hosts
 
     @internal
     def mark_sent(self, tokens: int | None = None) -> None:
@@ -469,37 +439,16 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
             check_tensor("add", add, shape=size, dtypes=dtypes, device=device, aligned=16)
             check_no_overlap("out", out, {"add": add}, exact="add")
         self._copy_to_output(y)
-        if self._rail is None:
-            args, tokens = self._combine_args, self._tokens
-            args.out, args.add = out.data_ptr(), 0 if add is None else add.data_ptr()
-            args.tokens, args.source_rows = tokens, self._source_rows
-            self._kernels.run(entry, args, tokens)
-        else:
-            if not self._rail.returning:
-                self._return_rows(entry)
-            self._rail.receive_home(out, add)
+        self._exchange.combine(entry, out, add, self._rows)
         self._set_state(State.IDLE)
         return out
-
-    def _return_rows(self, entry: str) -> None:
-        """Sum this host's rows of the tokens that this rank received, and start to return them."""
-        assert self._rail is not None
-        args, tokens = self._combine_args, self._source_rows
-        args.out, args.add = self._rail.sums(self._rows).data_ptr(), 0
-        args.tokens = args.source_rows = tokens
-        self._kernels.run(entry, args, tokens)
-        self._raise_if_broken()
-        self._rail.send_home(self._rows)
 
     @internal
     @one_call("combine")
     def finish_round(self) -> None:
         """End a round without returning rows, so that peers may write this rank's inbox again."""
         self.expect_state(State.RECEIVED, "finish")
-        args = self._combine_args
-        args.out = args.add = args.tokens = 0
-        args.source_rows = self._source_rows
-        self._kernels.run("combine", args, 0)
+        self._exchange.finish(self._rows)
         self._set_state(State.IDLE)
 
     def _poison(self, doing: str, *, before: bool) -> None:
@@ -540,8 +489,10 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
 
     @internal
     def expect_state(self, state: State, doing: str) -> None:
-        if self._state is state:
-            return
+        if self._state is not state:
+            self._refuse_call(doing)
+
+    def _refuse_call(self, doing: str) -> NoReturn:
         away = "" if self._state is State.IDLE else f" while {self._tokens} tokens are away"
         raise OutOfOrder(
             f"{doing} out of turn{away}: this all-to-all expects {self._state.value}. A round is "
@@ -552,7 +503,18 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         self._state = state
         self._raise_if_broken()
 
+    def _connect_hosts(self, span: HostSpan) -> None:
+        """Let the exchange span all hosts. Collective over them."""
+        received, output = self._full_views
+        self.output_buffer = split_by_host(output, span.hosts)
+        self._set_views(received.by_host(span.hosts))
+        rail = open_rail(self, span)
+        self._exchange = ManyHosts(self._local, rail, span.hosts, self._raise_if_broken)
+
     # Initial contents and views of the share.
+
+    def _own_bytes(self) -> int:
+        return self.config.host_bytes
 
     def _discard_calls(self) -> None:
         self._state = State.IDLE
@@ -598,12 +560,11 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         sources = 0 if shape.combine == "gemm_push" else shape.ranks
         rows = (sources, shape.tokens, shape.hidden)
         self.output_buffer = heap.tensor(rows, config.dtype, offset=at.outbox)
-        received = Received(planes, ids, weights, counts, stats)
-        if config.span is not None:
-            received = received.by_host(config.hosts)
-            self.output_buffer = split_by_host(self.output_buffer, config.hosts)
+        self._set_views(Received(planes, ids, weights, counts, stats))
+
+    def _set_views(self, received: Received) -> None:
         self._full_views = received, self.output_buffer
-        self._view_cache = {config.max_tokens: self._full_views}
+        self._view_cache = {self.max_tokens: self._full_views}
 
     @internal
     def receive_views(self, rows: int) -> tuple[Received, torch.Tensor]:

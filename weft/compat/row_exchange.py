@@ -74,7 +74,9 @@ class RowExchange:
         self.max_tokens = max_tokens
         sizes = {"max_tokens": max_tokens, "hidden": NO_ROW, "payloads": BLANK}
         sizes |= {"top_k": ranks, "num_experts": ranks}
-        self.a2a = self._operator = AllToAll(group, **{**sizes, **options})
+        self.a2a = AllToAll(group, **{**sizes, **options})
+        self.begin_call, self.end_call = self.a2a.begin_call, self.a2a.end_call
+        self.debug_checks = self.a2a.debug_checks
         self._resources: list[RowGroups | Kernels] = []
         self._no_tokens = (
             torch.zeros((0, VECTOR_BYTES), dtype=torch.uint8, device=group.device),

@@ -143,7 +143,8 @@ class RowGroups:
         a2a.check_running()
         shape, device = a2a.config.shape, a2a.group.device
         self._a2a, self.config = a2a, config
-        self._operator = a2a
+        self.begin_call, self.end_call = a2a.begin_call, a2a.end_call
+        self.debug_checks = a2a.debug_checks
         self._gathered = 0  # number of the round whose rows are grouped
         sends = shape.combine != "pull" and a2a.build.split_phase
         build = Build(programmatic=programmatic, defines=a2a.build.defines)
@@ -184,7 +185,7 @@ class RowGroups:
                 f"received has its ids at {actual:#x}, this all-to-all at {expected:#x}: "
                 "pass what its own dispatch returned, not a copy"
             )
-        self._args.source_rows = self._a2a._source_rows
+        self._args.source_rows = self._a2a.source_rows()
         if not self._buffers.rows:
             for plane, rows in enumerate(into):
                 self._args.rows[plane] = rows.data_ptr()

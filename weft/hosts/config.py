@@ -23,6 +23,7 @@ class Span:
     max_tokens: of one rank in one call.   row_bytes: of each payload as it travels.
     quantize: what the first payload becomes before it travels.   returns_fp8: sums travel as FP8.
     placement: of all experts on all ranks.
+    num_results: whose ids and weights are kept.   drops_repeats: of the ids of a row.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -36,6 +37,8 @@ class Span:
     quantize: str | None
     returns_fp8: bool
     placement: Placement
+    num_results: int = 1
+    drops_repeats: bool = False
 
     @property
     def hosts(self) -> int:
@@ -66,7 +69,7 @@ class Span:
     @property
     def bytes(self) -> int:
         """Bytes of ordinary memory that the exchange of one rank takes."""
-        out = sum(self.row_bytes) + 16 * self.top_k
+        out = sum(self.row_bytes) + 8 * (1 + self.num_results) * self.top_k
         row = self.hosts * (out + 2 * self.hidden * self.dtype.itemsize) + 4 * self.hidden
         return self.max_tokens * row
 
@@ -88,6 +91,7 @@ class HostsConfig:
     shape: Any
     offsets: Any
     placement: Placement
+    max_tokens: int
     span: Span | None
 
     @property
@@ -96,9 +100,9 @@ class HostsConfig:
         return 1 if self.span is None else self.span.hosts
 
     @property
-    def max_tokens(self) -> int:
-        """Most tokens of one rank in one call."""
-        return int(self.shape.tokens) // self.hosts
+    def host_bytes(self) -> int:
+        """Bytes of ordinary memory for the exchange of one rank with other hosts."""
+        return 0 if self.span is None else self.span.bytes
 
     @property
     def local_placement(self) -> Placement:

@@ -30,7 +30,7 @@ from weft.hosts.cause import FirstCause
 from weft.hosts.config import Span
 from weft.hosts.watch import Watch
 from weft.runtime.identity import CALL_WORDS, call_words, describe_words
-from weft.runtime.report import BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW
+from weft.runtime.report import BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW, input_error
 
 SENT, ARRIVED = range(2)  # what is refused: of this rank's own call, or of another host's
 CPU_ROWS = 64  # that are summed at once
@@ -69,7 +69,7 @@ class Slots:
     counts: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
-    arrived: Arrived
+    arrived: tuple[Arrived, ...]
     sums: torch.Tensor
     returned: torch.Tensor
 
@@ -99,6 +99,9 @@ class Rail:
 
     Raises RailFailed where one of them is late or gone, and for every later call.
     """
+
+    # Codes of refusals for which it answers in place of the host that a row is forwarded on.
+    REPORTED = frozenset({DUPLICATE_EXPERT})
 
     def __init__(
         self,
@@ -142,8 +145,8 @@ class Rail:
 
         self._planes = tuple(empty(rows * size) for size in span.row_bytes)
         self._meta = empty(hosts * span.meta_words(span.max_tokens), dtype=torch.int32)
-        self._ids = empty(rows, span.top_k, dtype=torch.int32)
-        self._weights = empty(rows, span.top_k, dtype=torch.float32)
+        self._ids = empty(span.num_results, rows, span.top_k, dtype=torch.int32)
+        self._weights = empty(span.num_results, rows, span.top_k, dtype=torch.float32)
         self._stats = empty(hosts * (1 + span.stats), dtype=torch.int32)
         self._sums = empty(rows, span.hidden, dtype=span.dtype)
         self._returned = empty(rows, span.hidden, dtype=span.dtype)
@@ -210,9 +213,10 @@ class Rail:
         self._note(SENT, count, topk_ids, tokens, repeats=chosen)
         self._out = self._start(slots.out)
 
-    def receive(self, rows: int) -> Arrived:
+    def receive(self, rows: int, result: int = 0) -> Arrived:
         """Wait for the rows of all hosts. Raises RailFailed, and GeometryMismatch on CPUs.
 
+        The ids and weights stay valid until the next receive with the same `result`.
         On GPUs rows of another call are dropped, and `raise_if_failed` raises GeometryMismatch.
         Ids and counts that another host must not send are dropped and clamped; `reports` has them.
         """
@@ -220,7 +224,7 @@ class Rail:
         out, self._out = self._out, None
         self._finish(out)
         slots, experts = self._slots(rows), self._experts
-        arrived = slots.arrived
+        arrived = slots.arrived[result]
         ids, counts = slots.ids, slots.counts
         same = self._compare_calls(slots.calls)[:, None, None]
         known = torch.where(same & (ids >= 0) & (ids < experts), ids, experts)
@@ -231,6 +235,10 @@ class Rail:
         gathered[:, 0].clamp_(0, rows)
         self._note(ARRIVED, counts[:, 0], ids, rows)
         return arrived
+
+    def arrived(self, rows: int, result: int) -> Arrived:
+        """Return what the latest receive with `result` returned."""
+        return self._slots(rows).arrived[result]
 
     def sums(self, rows: int) -> torch.Tensor:
         """`[hosts * rows, hidden]`: where this host's sums of the rows that arrived are written."""
@@ -319,6 +327,13 @@ class Rail:
             self.raise_if_failed()
         return same
 
+    def raise_recorded(self) -> None:
+        """Raise what ended the exchange, or an error about ids or counts since the last call."""
+        self.raise_if_failed()
+        reports = self.reports()
+        if reports is not None:
+            raise input_error(*reports, drops_repeats=self._span.drops_repeats)
+
     def raise_if_failed(self) -> None:
         """Raise what ended the exchange, if anything did."""
         if self._failed is None and self._host_calls[0]:
@@ -344,11 +359,10 @@ class Rail:
         sizes = [CALL_WORDS, 1 + span.stats, rows * span.top_k, rows * span.top_k]
         calls, counts, ids, weights = torch.split(meta, sizes, dim=1)
         total = hosts * rows
-        arrived = Arrived(
-            tuple(p.view(total, size) for p, size in zip(planes, span.row_bytes, strict=True)),
-            self._ids[:total],
-            self._weights[:total],
-            self._stats,
+        payloads = tuple(p.view(total, n) for p, n in zip(planes, span.row_bytes, strict=True))
+        arrived = tuple(
+            Arrived(payloads, ids[:total], weights[:total], self._stats)
+            for ids, weights in zip(self._ids, self._weights, strict=True)
         )
         return Slots(
             planes=planes,

@@ -295,6 +295,7 @@ class LowLatencyConfig(HostsConfig):
     offsets: LowLatencyOffsets
     dtype: torch.dtype
     placement: Placement
+    max_tokens: int
     slots: int
     profile: bool
     span: Span | None = None
@@ -353,10 +354,11 @@ class LowLatencyConfig(HostsConfig):
         group_size = check_choice("group_size", group_size, GROUPS)
         _check_gemm_push(combine, combine_dtype, reduce, slots)
         placement = local = build_placement(expert_map, num_experts, max(1, len(_hosts)) * ranks)
+        max_tokens = sizes["tokens"]
         multi_host = len(_hosts) > 1
         if multi_host:
             local = host_placement(placement, tuple(_hosts[_host]))
-            sizes |= {"tokens": len(_hosts) * sizes["tokens"], "experts": len(local.ranks)}
+            sizes |= {"tokens": len(_hosts) * max_tokens, "experts": len(local.ranks)}
             _recipe = "quantised"  # by the token's owner, before the row leaves its host
         shape = LowLatencyShape(
             **sizes,
@@ -375,7 +377,7 @@ class LowLatencyConfig(HostsConfig):
             span = Span(
                 ranks=tuple(map(tuple, _hosts)),
                 host=_host,
-                max_tokens=shape.tokens // len(_hosts),
+                max_tokens=max_tokens,
                 top_k=shape.top_k,
                 hidden=shape.hidden,
                 dtype=dtype,
@@ -384,9 +386,18 @@ class LowLatencyConfig(HostsConfig):
                 quantize=None,
                 returns_fp8=shape.combine_fp8,
                 placement=placement,
+                num_results=slots,
+                drops_repeats=True,
             )
         return cls(
-            shape, LowLatencyOffsets.from_shape(shape), dtype, placement, slots, profile, span
+            shape=shape,
+            offsets=LowLatencyOffsets.from_shape(shape),
+            dtype=dtype,
+            placement=placement,
+            max_tokens=max_tokens,
+            slots=slots,
+            profile=profile,
+            span=span,
         )
 
     def manifest(self) -> dict[str, JSON]:
@@ -427,7 +438,6 @@ class LowLatencyConfig(HostsConfig):
             "ue8m0": ((own, words, padded), torch.int32),
         }
         entries = (s.ranks, s.tokens, s.top_k)
-        from_hosts = (s.tokens if self.hosts > 1 else 0, s.top_k)
         return {
             "x": ((own, s.rows, s.hidden), torch.float8_e4m3fn if s.group else self.dtype),
             "scales": scales[s.scales] if s.group else ((0,), torch.float32),
@@ -438,8 +448,6 @@ class LowLatencyConfig(HostsConfig):
             "weights": (entries if s.reduce == "sender" else (0,), torch.float32),
             "source_tokens": ((s.ranks,), torch.int32),
             "expected": ((s.tokens, 1 + rank_words(s.ranks)), torch.int32),
-            "host_ids": (from_hosts, torch.int32),
-            "host_weights": (from_hosts, torch.float32),
             "dst_addr": ((own, s.rows) if s.gemm_push else (0,), torch.int64),
         }
 

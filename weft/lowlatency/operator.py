@@ -8,6 +8,7 @@ dispatch and one combine may be in flight, that is, sent and not yet received.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,17 +20,12 @@ from weft.arguments import check_bools, raise_invalid
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap.header import header_structs
-from weft.hosts.operator import AcrossHosts
+from weft.hosts.config import Span
+from weft.hosts.exchange import LowLatencyExchange, LowLatencyManyHosts, open_rail
 from weft.keywords import internal, refuse_unknown
 from weft.lowlatency import compile as traced
-from weft.lowlatency.config import (
-    LowLatencyCombineArgs,
-    LowLatencyConfig,
-    LowLatencyDispatchArgs,
-    LowLatencyShape,
-    memory_bytes,
-    trace_shape,
-)
+from weft.lowlatency.config import LowLatencyConfig, LowLatencyShape, memory_bytes, trace_shape
+from weft.lowlatency.exchange import LocalExchange
 from weft.lowlatency.kernels import load_kernels
 from weft.lowlatency.reference import delivered_rows
 from weft.lowlatency.results import ExpertRows, Handle, Slot
@@ -38,6 +34,8 @@ from weft.placement import ExpertRankMixin
 from weft.runtime.ambient import as_creation
 from weft.runtime.check import check_no_overlap, check_tensor, check_topk
 from weft.runtime.debug import poison
+from weft.runtime.exchange import ExchangeOperator
+from weft.runtime.identity import exchange_call
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import Memory
 from weft.runtime.operator import one_call
@@ -46,7 +44,7 @@ from weft.runtime.timeline import DEFINE
 Hook = Callable[[], object]
 
 
-def _rows_between_hosts(x: torch.Tensor, shape: LowLatencyShape) -> torch.Tensor:
+def _pack_rows(shape: LowLatencyShape, x: torch.Tensor) -> torch.Tensor:
     """Return rows of x `[tokens, hidden]` for other hosts: uint8 `[tokens, shape.row_bytes]`.
 
     A quantised row has the values and then the float32 scales, as the kernels read them.
@@ -61,7 +59,7 @@ def _rows_between_hosts(x: torch.Tensor, shape: LowLatencyShape) -> torch.Tensor
     return rows
 
 
-class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
+class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
     """Quantise tokens, send them to their experts in expert-major layout, and return the sums.
 
     `weft.lowlatency.reference` specifies the results bit for bit. The constructor allocates all
@@ -181,17 +179,13 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         self._number = 0  # number of dispatches of this rank
         self._sent_handle: Handle | None = None  # dispatch in flight
         self._returned_handle: Handle | None = None  # combine in flight
-        self._dispatch_args = LowLatencyDispatchArgs(site=self.site)
-        self._combine_args = LowLatencyCombineArgs(site=self.site)
-        for args in (self._dispatch_args, self._combine_args):
-            args.own_experts = self.num_local_experts
-            args.traces = self._tracks.data_ptr()
-        if config.local_placement.explicit:
-            self._table = config.local_placement.table(group.device)
-            self._dispatch_args.placement = self._table.data_ptr()
-            self._combine_args.placement = self._table.data_ptr()
+        self._local = LocalExchange(
+            self._kernels, config, self.site, self.num_local_experts, self._tracks
+        )
+        self._exchange: LowLatencyExchange[Slot] = self._local
         self.traced_handles = traced.TracedHandles(config.slots)
-        self._open_rail()
+        if config.span is not None:
+            self._connect_hosts(config.span)
 
     memory_bytes = staticmethod(memory_bytes)
 
@@ -389,49 +383,17 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
                 f"{entry} while dispatch {self._sent_handle.number} is on its way: receive it first"
             )
         handle = Handle(self._number + 1, self._free_slot(entry), tokens)
-        call = self._identify(self._dispatch_args, self.max_tokens)
         slot = self.slots[handle.slot]
-        args, out = self._dispatch_args, slot.tensors if results is None else results
-        slot.set_routing(args)
-        args.rows, args.scales = out["x"].data_ptr(), out["scales"].data_ptr()
-        args.counts, args.source = out["counts"].data_ptr(), out["source"].data_ptr()
-        args.ranges = out["ranges"].data_ptr()
-        if self._rail is None:
-            self._run_dispatch(entry, x, topk_ids, topk_weights)
-        else:
-            rows = (_rows_between_hosts(x, self.config.shape),)
-            self._rail.send(rows, topk_ids, topk_weights, None, None, self.max_tokens, call)
-            slot.sent_weights = topk_weights
-            if entry == "dispatch":
-                self._forward(slot)
+        results = slot.tensors if results is None else results
+        call = self._layer_call or exchange_call(
+            self._descriptor, self._layer, self.config.max_tokens, 0
+        )
+        self._exchange.dispatch(entry, call, slot, results, x, topk_ids, topk_weights)
         self._number, slot.alive, slot.latest = handle.number, handle, handle
         if entry != "dispatch":
             self._sent_handle = handle
         self._raise_if_broken()
         return slot.rows(handle)
-
-    def _run_dispatch(
-        self,
-        entry: str,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-    ) -> None:
-        """Send rows to the ranks of this host."""
-        args, tokens = self._dispatch_args, topk_ids.shape[0]
-        args.x, args.ids, args.ids_bytes = x.data_ptr(), topk_ids.data_ptr(), topk_ids.itemsize
-        args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
-        args.tokens = tokens
-        self._kernels.run(entry, args, tokens)
-
-    def _forward(self, slot: Slot) -> None:
-        """Receive the rows of all hosts, and send them to the ranks of this host."""
-        assert self._rail is not None
-        rows = self._rail.receive(self.max_tokens)
-        # Copies for combine, because the next dispatch may overwrite them before it.
-        slot.tensors["host_ids"].copy_(rows.ids)
-        slot.tensors["host_weights"].copy_(rows.weights)
-        self._run_dispatch("dispatch", rows.planes[0], rows.ids, rows.weights)
 
     @one_call("dispatch_recv")
     def _receive(self) -> ExpertRows:
@@ -439,11 +401,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         handle = self._sent_handle
         if handle is None:
             raise OutOfOrder("dispatch_recv without a dispatch_send")
-        if self._rail is None:
-            self._dispatch_args.tokens = handle.tokens
-            self._kernels.run("dispatch_receive", self._dispatch_args, handle.tokens)
-        else:
-            self._forward(self.slots[handle.slot])
+        self._exchange.dispatch_receive()
         self._sent_handle = None
         self._raise_if_broken()
         return self.slots[handle.slot].rows(handle)
@@ -484,27 +442,10 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         self.check_outside("out", out)
         inputs = {"add": add, "y": y, "topk_ids": topk_ids, "topk_weights": topk_weights}
         check_no_overlap("out", out, inputs, exact="add")
-        args = self._combine_args
-        args.y = 0 if y is None else y.data_ptr()
-        args.counts = (slot.tensors["counts"] if counts is None else counts).data_ptr()
-        routing, sums = (topk_ids, topk_weights), out
-        if self._rail is not None:
-            slot.check_weights(topk_weights)
-            topk_ids, topk_weights = slot.tensors["host_ids"], slot.tensors["host_weights"]
-            tokens, sums = len(topk_ids), self._rail.sums(self.max_tokens)
-        args.ids, args.ids_bytes = topk_ids.data_ptr(), topk_ids.itemsize
-        args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
-        args.out = sums.data_ptr()
-        args.add = 0 if add is None or self._rail is not None else add.data_ptr()
-        args.tokens, args.dispatch_id = tokens, self._age_order(handle)
-        slot.set_routing(args)
-        self._kernels.run(entry if self._rail is None else "combine", args, tokens)
-        if self._rail is not None:
-            self._raise_if_broken()
-            self._rail.send_home(self.max_tokens)
+        counts = slot.tensors["counts"] if counts is None else counts
+        routing, order = (topk_ids, topk_weights), self._age_order(handle)
+        self._exchange.combine(entry, slot, y, counts, *routing, out, add, order)
         if entry == "combine":
-            if self._rail is not None:
-                self._rail.receive_home(out, add)
             slot.alive = None
         else:
             self._returned_handle = slot.alive = handle
@@ -519,10 +460,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         if handle is None:
             raise OutOfOrder("combine_recv without a combine_send")
         out, add, _ = self._combine_tensors
-        if self._rail is None:
-            self._kernels.run("combine_receive", self._combine_args, handle.tokens)
-        else:
-            self._rail.receive_home(out, add)
+        self._exchange.combine_receive(out, add)
         self.slots[handle.slot].alive = self._returned_handle = None
         del self._combine_tensors
         self._raise_if_broken()
@@ -627,10 +565,18 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
                 "the all-to-all that made it"
             )
 
+    def _connect_hosts(self, span: Span) -> None:
+        """Let the exchange span all hosts. Collective over them."""
+        pack = functools.partial(_pack_rows, self.config.shape)
+        rail = open_rail(self, span)
+        self._exchange = LowLatencyManyHosts(
+            self._local, rail, span.max_tokens, pack, self._raise_if_broken
+        )
+
     # Initial contents of the share, and this rank's own memory.
 
     def _own_bytes(self) -> int:
-        return super()._own_bytes() + self.config.memory.ordinary
+        return self.config.host_bytes + self.config.memory.ordinary
 
     def _discard_calls(self) -> None:
         self._sent_handle = self._returned_handle = None
@@ -650,7 +596,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         own = len(config.placement.experts_of(self.group.rank))
         failed = header_structs(config.shape.ranks).Header.failed
         abort_flag = heap.tensor((1,), torch.int32, offset=failed.offset)
-        self.slots = [Slot(config, own, device, abort_flag) for _ in range(config.slots)]
+        self.slots = [Slot(i, config, own, device, abort_flag) for i in range(config.slots)]
         size = trace_shape(config.shape.ranks) if config.profile else (0,)
         self._tracks = torch.zeros(size, dtype=torch.uint8, device=device)
 

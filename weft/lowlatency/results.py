@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft.arguments import format_value
-from weft.errors import InvalidArgument
 from weft.lowlatency.config import (
     LowLatencyCombineArgs,
     LowLatencyConfig,
@@ -74,8 +72,14 @@ class Slot:
     """Memory of one result and of the routing that its combine needs."""
 
     def __init__(
-        self, config: LowLatencyConfig, own: int, device: torch.device, broken: torch.Tensor
+        self,
+        index: int,
+        config: LowLatencyConfig,
+        own: int,
+        device: torch.device,
+        broken: torch.Tensor,
     ) -> None:
+        self.index = index
         self.tensors = {
             name: torch.zeros(shape, dtype=torch.uint8, device=device)
             if dtype is torch.float8_e4m3fn
@@ -88,7 +92,6 @@ class Slot:
         self._addresses = (
             (self.tensors["dst_addr"], broken) if config.shape.gemm_push else (None, None)
         )
-        self.sent_weights: torch.Tensor | None = None  # of the dispatch, with several hosts
         self.alive: Handle | None = None
         self.latest: Handle | None = None  # alive or not
 
@@ -96,19 +99,6 @@ class Slot:
         """Discard the result, and clear the addresses to which GEMMs store rows."""
         self.alive = self.latest = None
         self.tensors["dst_addr"].zero_()
-
-    def check_weights(self, weights: torch.Tensor | None) -> None:
-        """Raise InvalidArgument if the weights of a combine are not those of its dispatch."""
-        sent = self.sent_weights
-        same = weights is sent or (
-            weights is not None and sent is not None and weights.data_ptr() == sent.data_ptr()
-        )
-        if not same:
-            raise InvalidArgument(
-                f"topk_weights are {format_value(weights)} in combine, {format_value(sent)} in its "
-                "dispatch: with several hosts they are sent with the rows, so pass the same tensor "
-                "to both"
-            )
 
     def set_routing(self, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
         """Set the addresses of this slot's routing record in kernel arguments."""

@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import torch
@@ -88,6 +88,19 @@ class Config(ShareConfig, Protocol):
         """Return the arguments that the ranks compare at creation, by name."""
 
 
+class Companion(Protocol):
+    """An object that fails, reports and closes together with its operator."""
+
+    def end(self, error: GroupError) -> None:
+        """Make every later use raise `error`. Any thread may call it."""
+
+    def raise_recorded(self) -> None:
+        """Raise its own failure, or an error about the input that it has newly recorded."""
+
+    def close(self) -> None:
+        """Free its memory."""
+
+
 class Operator(ABC):
     """A collective object: checked, compiled and allocated on all ranks or on none.
 
@@ -109,6 +122,8 @@ class Operator(ABC):
     _has_raised = False  # whether a caller has received the error that broke the group
     _drops_repeats = False  # whether dispatch drops repeated ids of a row
     _begins_early = False  # whether a call may have begun that neither waits nor has finished
+    _companions: Sequence[Companion] = ()
+    _ignored_refusals: Collection[int] = ()  # codes that a companion reports instead
 
     def _create(
         self,
@@ -203,12 +218,13 @@ class Operator(ABC):
         self._freed = False
         self._has_notified = False  # whether the peers were notified that this rank leaves
         self._leave_reason = ""  # why this rank left; "" if it has not
+        self._descriptor = self.config.descriptor
         self.site = Site(
             base=self.heap.base,
             stride=self.heap.stride,
             mailbox=self.heap.mailbox.device,
             rank=self.group.local.rank,
-            descriptor=self.config.descriptor,
+            descriptor=self._descriptor,
         )
         self.group.local.attach(self)
         self._make_views()
@@ -281,16 +297,14 @@ class Operator(ABC):
     def _raise_refusals(self) -> None:
         """Raise errors about the input that the device has newly recorded. Under `_access`."""
         serial = self._mailbox.refusals
-        if serial == self._seen_refusals:
-            return
-        count = (serial - self._seen_refusals) & 0xFFFFFFFF
-        self._seen_refusals = serial
-        record = self._mailbox.refused[serial % len(self._mailbox.refused)]
-        self._refuse(record, count)
-
-    def _refuse(self, record: ErrorRecord, count: int) -> None:
-        """Raise an error for `count` reports about the input, of which `record` is the last."""
-        raise input_error(record, count, drops_repeats=self._drops_repeats)
+        if serial != self._seen_refusals:
+            count = (serial - self._seen_refusals) & 0xFFFFFFFF
+            self._seen_refusals = serial
+            record = self._mailbox.refused[serial % len(self._mailbox.refused)]
+            if record.code not in self._ignored_refusals:
+                raise input_error(record, count, drops_repeats=self._drops_repeats)
+        for companion in self._companions:
+            companion.raise_recorded()
 
     @property
     def broken(self) -> bool:
@@ -318,6 +332,8 @@ class Operator(ABC):
             self._leave_reason = self._leave_reason or "called abort()"
             self._notify_once(ABORTED, "")
             self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
+        for companion in self._companions:
+            companion.end(Aborted(f"rank {self.group.rank} called abort(); make a new group"))
 
     def history(self, rank: int | None = None) -> list[Record]:
         """Return the last 128 finished operations of a rank, oldest first.
@@ -380,10 +396,6 @@ class Operator(ABC):
         except WeftError as error:
             return error
         return None
-
-    @property
-    def _operator(self) -> Self:
-        return self
 
     @internal
     def next_layer(self) -> int:
@@ -563,6 +575,14 @@ class Operator(ABC):
         self._recovery_callbacks.append(weakref.WeakMethod(start_anew))
 
     @internal
+    def accompany(self, companion: Companion, *, reports: Collection[int]) -> None:
+        """Let `companion` fail, report and close together with this operator.
+
+        It reports the refusals with codes in `reports`, which this operator then ignores.
+        """
+        self._companions, self._ignored_refusals = (*self._companions, companion), reports
+
+    @internal
     def leave(self, why: str) -> None:
         """Leave the group: this rank's waits and later calls raise, and peers get the reason."""
         with self._access:
@@ -594,7 +614,8 @@ class Operator(ABC):
             )
         self._caller = threading.get_ident()
         try:
-            self.check_open()
+            if self._closing:
+                self.check_open()
             self._raise_if_broken()
         except BaseException:
             self.end_call()
@@ -630,6 +651,13 @@ class Operator(ABC):
             raise Aborted(f"this rank, {self.group.rank}, {self._leave_reason}; make a new group")
 
     def _breakage(self, record: ErrorRecord) -> GroupError:
+        """Return the error of a record, with which the companions end."""
+        error = self._breakage_on_host(record)
+        for companion in self._companions:
+            companion.end(error)
+        return error
+
+    def _breakage_on_host(self, record: ErrorRecord) -> GroupError:
         """Return the error of a record, whose ranks are numbered within the host."""
         ranks, local = self.group.host_ranks[self.group.host], self.group.local
         if record.code == PEER_TIMEOUT and record.peer != local.rank:
@@ -663,7 +691,8 @@ class Operator(ABC):
                 other.leave_for_mismatch(self._other_order)
         return GeometryMismatch(self._other_order)
 
-    def _fail(self, error: GroupError) -> None:
+    @internal
+    def fail(self, error: GroupError) -> None:
         """Leave the group with an error that every later call raises."""
         self._failure = error
         self.leave(format_reason(error))
@@ -736,6 +765,8 @@ class Operator(ABC):
             del self._mailbox
             _heaps.pop(id(self.heap), None)
             self.heap.close()
+        for companion in self._companions:
+            companion.close()
 
     def _notify_once(self, code: int, why: str) -> None:
         """Write why this rank leaves, then a notice to each peer (make_notice in header.cuh).
@@ -782,29 +813,33 @@ def call_all(*calls: Callable[[], object]) -> None:
             stack.callback(call)
 
 
-class OperatorView(Protocol):
-    """An operator, or an object whose calls use an operator's memory."""
+class Caller(Protocol):
+    """An operator, or an object whose calls are calls of an operator."""
 
-    @property
-    def _operator(self) -> Operator: ...
+    debug_checks: DebugChecks | None
+
+    def begin_call(self, doing: str, /) -> None: ...
+    def end_call(self) -> None: ...
 
 
-Caller = TypeVar("Caller", bound=OperatorView)
+CallerT = TypeVar("CallerT", bound=Caller)
 
 
 def one_call(
     doing: str,
-) -> Callable[[Callable[Concatenate[Caller, P], T]], Callable[Concatenate[Caller, P], T]]:
-    """Decorate a method as one call of its operator, which excludes all other calls."""
+) -> Callable[[Callable[Concatenate[CallerT, P], T]], Callable[Concatenate[CallerT, P], T]]:
+    """Decorate a method as one call of an operator: it excludes all others and autocast."""
 
     def decorate(
-        method: Callable[Concatenate[Caller, P], T],
-    ) -> Callable[Concatenate[Caller, P], T]:
+        method: Callable[Concatenate[CallerT, P], T],
+    ) -> Callable[Concatenate[CallerT, P], T]:
         @functools.wraps(method)
-        def call(self: Caller, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            operator = self._operator
-            operator.begin_call(doing)
-            debug = operator.debug_checks
+        def call(self: CallerT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            # Hot path of every call: without the frames of `without_autocast`.
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                return outside_autocast(self, *args, **kwargs)
+            self.begin_call(doing)
+            debug = self.debug_checks
             try:
                 if debug is None:
                     return method(self, *args, **kwargs)
@@ -813,8 +848,9 @@ def one_call(
                 debug.after(doing)
                 return result
             finally:
-                operator.end_call()
+                self.end_call()
 
-        return without_autocast(call)
+        outside_autocast = without_autocast(call)
+        return call
 
     return decorate

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges between several hosts: a rail between the hosts, and an exchange within each of them.
+
+Dispatch sends a rank's rows over the rail to the ranks with its index on the other hosts; each of
+them dispatches the rows that arrive within its own host. Combine sums within each host, returns
+these sums over the rail, and adds them at the tokens' owners.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from weft.arguments import format_value
+from weft.errors import InvalidArgument
+from weft.group import Group
+from weft.heap.header import CallRecord
+from weft.hosts.config import Span
+from weft.hosts.rail import Rail
+from weft.runtime.exchange import ExchangeOperator
+
+# Number of rails that the operators of a group have opened, equal on all its ranks.
+_num_rails: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
+
+
+def open_rail(operator: ExchangeOperator, span: Span) -> Rail:
+    """Create the rail of an operator that exists on every host. Collective over all hosts.
+
+    The rail fails, reports and closes with its operator. If a rank fails, every rank closes the
+    operator and raises.
+    """
+    group, (timeout, first_timeout) = operator.group, operator.timeouts
+    number = _num_rails.get(group, 0) + 1
+
+    def make() -> Rail:
+        limits = {"timeout": timeout, "first_timeout": first_timeout}
+        return Rail(group, span, number, on_failure=operator.fail, **limits)
+
+    try:
+        rail = group.together(
+            make, doing=f"connecting the hosts of a group for its {operator.kind}"
+        )
+        operator.accompany(rail, reports=rail.REPORTED)
+    except BaseException:
+        operator.close()
+        raise
+    _num_rails[group] = number
+    return rail
+
+
+class Exchange(Protocol):
+    """The launches of an all-to-all; see alltoall/exchange.py."""
+
+    def dispatch(
+        self,
+        entry: str,
+        call: CallRecord,
+        tensors: Sequence[torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        num_tokens: torch.Tensor | None,
+        stats: torch.Tensor | None,
+        rows: int,
+    ) -> None: ...
+    def dispatch_receive(self) -> None: ...
+    def combine_send(self, rows: int, tokens: int) -> None: ...
+    def combine(
+        self, entry: str, out: torch.Tensor, add: torch.Tensor | None, rows: int
+    ) -> None: ...
+    def finish(self, rows: int) -> None: ...
+
+
+class ManyHosts:
+    """An all-to-all between several hosts.
+
+    Args:
+        local: Exchange within this host, whose sources have `hosts * rows` slots each.
+        rail: Exchange with the other hosts.
+        hosts: Number of hosts.
+        raise_if_broken: A bound method, held weakly, that raises if the exchange within this host
+            has failed, so that wrong sums do not leave it.
+    """
+
+    def __init__(
+        self, local: Exchange, rail: Rail, hosts: int, raise_if_broken: Callable[[], None]
+    ) -> None:
+        self._local, self._rail, self._hosts = local, rail, hosts
+        self._raise_if_broken = weakref.WeakMethod(raise_if_broken)
+        self._sent: tuple[CallRecord, int] | None = None  # dispatch in flight: call and rows
+
+    def dispatch(
+        self,
+        entry: str,
+        call: CallRecord,
+        tensors: Sequence[torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        num_tokens: torch.Tensor | None,
+        stats: torch.Tensor | None,
+        rows: int,
+    ) -> None:
+        """Send rows to the other hosts; with entry "dispatch", also receive and forward theirs."""
+        self._rail.send(tensors, topk_ids, topk_weights, num_tokens, stats, rows, call)
+        self._sent = call, rows
+        if entry == "dispatch":
+            self.dispatch_receive()
+
+    def dispatch_receive(self) -> None:
+        """Receive the rows of all hosts, and dispatch them within this host."""
+        assert self._sent is not None
+        (call, rows), self._sent = self._sent, None
+        arrived = self._rail.receive(rows)
+        self._local.dispatch(
+            "dispatch",
+            call,
+            arrived.planes,
+            arrived.ids,
+            arrived.weights,
+            None,
+            arrived.stats,
+            self._hosts * rows,
+        )
+
+    def combine_send(self, rows: int, tokens: int) -> None:
+        """Sum within this host, and start to return the sums."""
+        self._return_sums("combine", rows)
+
+    def combine(self, entry: str, out: torch.Tensor, add: torch.Tensor | None, rows: int) -> None:
+        """Add the sums of all hosts; return this host's first unless `combine_send` has."""
+        if not self._rail.returning:
+            self._return_sums(entry, rows)
+        self._rail.receive_home(out, add)
+
+    def finish(self, rows: int) -> None:
+        """End the round within this host."""
+        self._local.finish(self._hosts * rows)
+
+    def _return_sums(self, entry: str, rows: int) -> None:
+        self._local.combine(entry, self._rail.sums(rows), None, self._hosts * rows)
+        _call(self._raise_if_broken)
+        self._rail.send_home(rows)
+
+
+class ResultSlot(Protocol):
+    """Memory of one result of a low-latency dispatch."""
+
+    index: int
+
+
+SlotT = TypeVar("SlotT", bound=ResultSlot)
+SlotT_contra = TypeVar("SlotT_contra", bound=ResultSlot, contravariant=True)
+
+
+class LowLatencyExchange(Protocol[SlotT_contra]):
+    """The launches of a low-latency all-to-all; see lowlatency/exchange.py."""
+
+    def dispatch(
+        self,
+        entry: str,
+        call: CallRecord,
+        slot: SlotT_contra,
+        results: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+    ) -> None: ...
+    def dispatch_receive(self) -> None: ...
+    def combine(
+        self,
+        entry: str,
+        slot: SlotT_contra,
+        y: torch.Tensor | None,
+        counts: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        out: torch.Tensor,
+        add: torch.Tensor | None,
+        order: int,
+    ) -> None: ...
+    def combine_receive(self, out: torch.Tensor, add: torch.Tensor | None) -> None: ...
+
+
+class LowLatencyManyHosts(Generic[SlotT]):
+    """A low-latency all-to-all between several hosts.
+
+    Args:
+        local: Exchange within this host, whose sources have `hosts * max_tokens` tokens each.
+        rail: Exchange with the other hosts.
+        max_tokens: Maximum number of tokens of one rank in one call.
+        pack: Returns rows x as they travel between hosts, uint8 `[tokens, row_bytes]`.
+        raise_if_broken: As in `ManyHosts`.
+    """
+
+    def __init__(
+        self,
+        local: LowLatencyExchange[SlotT],
+        rail: Rail,
+        max_tokens: int,
+        pack: Callable[[torch.Tensor], torch.Tensor],
+        raise_if_broken: Callable[[], None],
+    ) -> None:
+        self._local, self._rail, self._max_tokens, self._pack = local, rail, max_tokens, pack
+        self._raise_if_broken = weakref.WeakMethod(raise_if_broken)
+        # Of the dispatch in flight.
+        self._sent: tuple[CallRecord, SlotT, Mapping[str, torch.Tensor]] | None = None
+        self._weights: dict[int, torch.Tensor | None] = {}  # of the dispatch in each slot
+
+    def dispatch(
+        self,
+        entry: str,
+        call: CallRecord,
+        slot: SlotT,
+        results: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+    ) -> None:
+        """Send rows to the other hosts; with entry "dispatch", also receive and forward theirs."""
+        rows = (self._pack(x),)
+        self._rail.send(rows, topk_ids, topk_weights, None, None, self._max_tokens, call)
+        self._weights[slot.index] = topk_weights
+        self._sent = call, slot, results
+        if entry == "dispatch":
+            self.dispatch_receive()
+
+    def dispatch_receive(self) -> None:
+        """Receive the rows of all hosts, and dispatch them within this host."""
+        assert self._sent is not None
+        (call, slot, results), self._sent = self._sent, None
+        arrived = self._rail.receive(self._max_tokens, slot.index)
+        inputs = arrived.planes[0], arrived.ids, arrived.weights
+        self._local.dispatch("dispatch", call, slot, results, *inputs)
+
+    def combine(
+        self,
+        entry: str,
+        slot: SlotT,
+        y: torch.Tensor | None,
+        counts: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        out: torch.Tensor,
+        add: torch.Tensor | None,
+        order: int,
+    ) -> None:
+        """Sum within this host and return the sums; with entry "combine", also add all hosts'."""
+        self._check_weights(slot, topk_weights)
+        rail, rows = self._rail, self._max_tokens
+        arrived = rail.arrived(rows, slot.index)
+        routing = arrived.ids, arrived.weights
+        self._local.combine("combine", slot, y, counts, *routing, rail.sums(rows), None, order)
+        _call(self._raise_if_broken)
+        rail.send_home(rows)
+        if entry == "combine":
+            rail.receive_home(out, add)
+
+    def combine_receive(self, out: torch.Tensor, add: torch.Tensor | None) -> None:
+        """Add the sums of all hosts."""
+        self._rail.receive_home(out, add)
+
+    def _check_weights(self, slot: SlotT, weights: torch.Tensor | None) -> None:
+        """Raise InvalidArgument if the weights of a combine are not those of its dispatch."""
+        sent = self._weights[slot.index]
+        same = weights is sent or (
+            weights is not None and sent is not None and weights.data_ptr() == sent.data_ptr()
+        )
+        if not same:
+            raise InvalidArgument(
+                f"topk_weights are {format_value(weights)} in combine, {format_value(sent)} in its "
+                "dispatch: with several hosts they are sent with the rows, so pass the same tensor "
+                "to both"
+            )
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call a bound method of the operator, which is in a call and so alive."""
+    function = method()
+    assert function is not None
+    function()
