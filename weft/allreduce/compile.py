@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,12 +21,10 @@ from weft.allreduce.call import (
     implied_outputs,
     quant_scheme,
 )
+from weft.allreduce.config import ReduceConfig
 from weft.errors import InvalidArgument
 from weft.runtime.check import allow_fake_tensors
-from weft.runtime.library import detach, lookup
-
-if TYPE_CHECKING:
-    from weft.allreduce.operator import AllReduce
+from weft.runtime.library import TracedOperator, detach, lookup
 
 # An operator may not return its arguments, and returns the same number of tensors in every call. It
 # returns an empty tensor for an output that the caller passed or did not request.
@@ -37,6 +35,15 @@ SCHEMA = (
     "float eps, float weight_bias, float routed_scaling_factor, str backend, Tensor(f!) order, "
     "int handle) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+
+
+class TracedAllReduce(TracedOperator, Protocol):
+    """What the operator here uses of an AllReduce."""
+
+    @property
+    def config(self) -> ReduceConfig: ...
+
+    def run_fused(self, call: FusedCall, backend: str) -> Reduced: ...
 
 
 def _allreduce(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -57,7 +64,7 @@ def _(*args: Any) -> tuple[torch.Tensor, ...]:
     return _new_outputs(reduced, make, order)
 
 
-def call_fused(owner: AllReduce, call: FusedCall, backend: str) -> Reduced:
+def call_fused(owner: TracedAllReduce, call: FusedCall, backend: str) -> Reduced:
     """Run `fused` inside a compiled graph."""
     scheme, implied = quant_scheme(call.quant), implied_outputs(*call[1:3], call.quant)
     requested: dict[str, OutputRequest] = {name: getattr(call, name) for name in OUTPUTS}
@@ -79,7 +86,7 @@ def call_fused(owner: AllReduce, call: FusedCall, backend: str) -> Reduced:
 
 def _parse_arguments(
     x: Any, residual: Any, weight: Any, *args: Any
-) -> tuple[FusedCall, list[bool], str, torch.Tensor, AllReduce]:
+) -> tuple[FusedCall, list[bool], str, torch.Tensor, TracedAllReduce]:
     """Return the call for the arguments of SCHEMA; tracing has decided about every output."""
     outputs, quant_scale, parts, options = args[:5], args[5], args[6:10], args[10:]
     make, scheme, eps, weight_bias, factor, backend, order, handle = options

@@ -3,16 +3,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from weft.alltoall.config import AllToAllConfig
 from weft.alltoall.received import Received
 from weft.runtime.check import allow_fake_tensors, check_tensor
-from weft.runtime.library import detach, lookup
+from weft.runtime.library import TracedOperator, detach, lookup
 
-if TYPE_CHECKING:
-    from weft.alltoall.operator import AllToAll
+
+class TracedAllToAll(TracedOperator, Protocol):
+    """What the operators here use of an AllToAll."""
+
+    @property
+    def config(self) -> AllToAllConfig: ...
+
+    @property
+    def output_buffer(self) -> torch.Tensor: ...
+
+    @property
+    def traced_tokens(self) -> int: ...
 
 
 @torch.library.custom_op("weft::dispatch", mutates_args=("order",))
@@ -34,7 +45,7 @@ def _dispatch(
 @_dispatch.register_fake
 def _(*args: Any) -> None:
     payloads, topk_ids, topk_weights, num_tokens, stats, _, _, handle = args
-    owner: AllToAll = lookup(handle)
+    owner: TracedAllToAll = lookup(handle)
     config, device = owner.config, owner.group.device
     with allow_fake_tensors():
         config.check_dispatch(payloads, topk_ids, topk_weights, num_tokens, stats, device)
@@ -87,7 +98,7 @@ def _combine(
 @_combine.register_fake
 def _(*args: Any) -> None:
     y, out, add, _, handle = args
-    owner: AllToAll = lookup(handle)
+    owner: TracedAllToAll = lookup(handle)
     dtypes, device = (owner.dtype,), owner.group.device
     size = (None, owner.config.shape.hidden)  # the round determines the number of tokens
     check_tensor("out", out, shape=size, dtypes=dtypes, device=device)
@@ -100,7 +111,7 @@ def _(*args: Any) -> None:
 
 
 def dispatch(
-    owner: AllToAll,
+    owner: TracedAllToAll,
     payloads: tuple[torch.Tensor, ...],
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
@@ -119,7 +130,7 @@ def dispatch(
 
 
 def combine(
-    owner: AllToAll,
+    owner: TracedAllToAll,
     y: torch.Tensor | None,
     out: torch.Tensor | None,
     add: torch.Tensor | None,

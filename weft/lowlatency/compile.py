@@ -9,18 +9,16 @@ that graphs keep alive, which is the same in every run.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.lowlatency.config import LowLatencyConfig
 from weft.lowlatency.results import ExpertRows, Handle
 from weft.runtime.check import allow_fake_tensors, check_tensor, check_topk
-from weft.runtime.library import detach, lookup
-
-if TYPE_CHECKING:
-    from weft.lowlatency.operator import LowLatencyAllToAll
-
+from weft.runtime.library import TracedOperator, detach, lookup
 
 FiveTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -57,6 +55,45 @@ class TracedHandles:
         self.taken = (*self.taken[:index], taken, *self.taken[index + 1 :])
 
 
+class TracedLowLatency(TracedOperator, Protocol):
+    """What the operators here use of a LowLatencyAllToAll."""
+
+    @property
+    def config(self) -> LowLatencyConfig: ...
+
+    @property
+    def num_local_experts(self) -> int: ...
+
+    @property
+    def traced_handles(self) -> TracedHandles: ...
+
+    def run_dispatch(
+        self,
+        entry: str,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        results: Mapping[str, torch.Tensor] | None = None,
+        /,
+    ) -> ExpertRows: ...
+
+    def run_combine(
+        self,
+        entry: str,
+        y: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        handle: Handle,
+        out: torch.Tensor | None,
+        add: torch.Tensor | None,
+        counts: torch.Tensor | None = None,
+        /,
+    ) -> torch.Tensor: ...
+
+    def find_handle(self, number: int) -> Handle | None: ...
+    def drop_handle(self, handle: Handle) -> None: ...
+
+
 def is_traced(handle: object) -> bool:
     """Whether a handle belongs to a traced dispatch."""
     return isinstance(handle, Handle) and handle.number < 0
@@ -71,7 +108,7 @@ def _dispatch(
     order: torch.Tensor,
     handle: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    owner: LowLatencyAllToAll = lookup(handle)
+    owner: TracedLowLatency = lookup(handle)
     alive = owner.traced_handles.alive
     if number in alive:  # an earlier run of the graph raised, and its handle is lost
         owner.drop_handle(alive.pop(number))
@@ -84,7 +121,7 @@ def _dispatch(
 @_dispatch.register_fake
 def _(*args: Any) -> FiveTensors:
     x, topk_ids, topk_weights, _, _, handle = args
-    owner: LowLatencyAllToAll = lookup(handle)
+    owner: TracedLowLatency = lookup(handle)
     with allow_fake_tensors():
         owner.config.check_dispatch(x, topk_ids, topk_weights, owner.group.device)
     return _public_tensors(owner, _results(owner))
@@ -102,7 +139,7 @@ def _combine(
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    owner: LowLatencyAllToAll = lookup(handle)
+    owner: TracedLowLatency = lookup(handle)
     alive = owner.traced_handles.alive
     real = alive.get(number) if number < 0 else owner.find_handle(number)
     if real is None:
@@ -117,7 +154,7 @@ def _combine(
 @_combine.register_fake
 def _(*args: Any) -> None:
     y, topk_ids, topk_weights, out, add, _, _, _, handle = args
-    owner: LowLatencyAllToAll = lookup(handle)
+    owner: TracedLowLatency = lookup(handle)
     config, device = owner.config, owner.group.device
     dtypes, shape = (owner.dtype,), config.shape
     with allow_fake_tensors():
@@ -132,7 +169,7 @@ def _(*args: Any) -> None:
 
 
 def dispatch(
-    owner: LowLatencyAllToAll,
+    owner: TracedLowLatency,
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
@@ -154,7 +191,7 @@ def dispatch(
 
 
 def combine(
-    owner: LowLatencyAllToAll,
+    owner: TracedLowLatency,
     y: torch.Tensor | None,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
@@ -182,7 +219,7 @@ def combine(
     return out
 
 
-def _results(owner: LowLatencyAllToAll) -> dict[str, torch.Tensor]:
+def _results(owner: TracedLowLatency) -> dict[str, torch.Tensor]:
     """Allocate the result of a dispatch, by the names that a slot uses."""
     shapes = owner.config.result_shapes(owner.num_local_experts)
     device = owner.order_tensor.device
@@ -192,7 +229,7 @@ def _results(owner: LowLatencyAllToAll) -> dict[str, torch.Tensor]:
     }
 
 
-def _public_tensors(owner: LowLatencyAllToAll, results: dict[str, torch.Tensor]) -> FiveTensors:
+def _public_tensors(owner: TracedLowLatency, results: dict[str, torch.Tensor]) -> FiveTensors:
     """Return the tensors of a result in the public layout; scales are empty if there are none."""
     scales = owner.config.scales_view(results["scales"])
     metadata = (results["counts"], results["source"], results["ranges"])

@@ -20,11 +20,12 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from weft.errors import OutOfOrder
+from weft.group import Group
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,6 +37,28 @@ _order_tensors: weakref.WeakValueDictionary[torch.device, torch.Tensor] = (
 _orders_lock = threading.Lock()
 _serials = itertools.count(1)
 SERIAL_BITS = 24  # low bits of a handle: serial number of the object in this process
+
+
+class Traced(Protocol):
+    """An object whose calls a compiled graph holds."""
+
+    @property
+    def order_tensor(self) -> torch.Tensor:
+        """See `get_order_tensor`."""
+
+    @property
+    def library_handle(self) -> int:
+        """See `register`."""
+
+
+class TracedOperator(Traced, Protocol):
+    """An operator on a group whose calls a compiled graph holds."""
+
+    @property
+    def group(self) -> Group: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 def register(owner: object, sizes: Mapping[str, object]) -> int:

@@ -3,19 +3,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.lowlatency.results import ExpertRows, Handle
+from weft.moe.layer.workspace import Exchange, LayerWorkspace
+from weft.moe.models import MoEConfig
 from weft.moe.routing.router import check_route
 from weft.runtime.check import allow_fake_tensors
-from weft.runtime.library import detach, lookup
+from weft.runtime.library import Traced, detach, lookup
 
-if TYPE_CHECKING:
-    from weft.moe.layer.layer import MoE
+
+class TracedLayer(Traced, Protocol):
+    """What the operators here use of an MoE layer."""
+
+    @property
+    def config(self) -> MoEConfig: ...
+
+    @property
+    def correction(self) -> torch.Tensor | None: ...
+
+    @property
+    def exchange(self) -> Exchange: ...
+
+    @property
+    def workspace(self) -> LayerWorkspace[Any]: ...
+
+    def experts(self, received: Received | ExpertRows) -> torch.Tensor | None: ...
 
 
 @torch.library.custom_op("weft::moe", mutates_args=("out", "order"))
@@ -60,7 +77,7 @@ def _route(
 def _(
     logits: torch.Tensor, num_tokens: torch.Tensor | None, handle: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layer: MoE = lookup(handle)
+    layer: TracedLayer = lookup(handle)
     routing = layer.config.routing
     check_route(routing, logits, layer.correction, num_tokens)
     size = (logits.shape[0], routing.top_k)
@@ -69,7 +86,7 @@ def _(
 
 @torch.library.custom_op("weft::moe_experts", mutates_args=("output", "order"))
 def _experts(output: torch.Tensor, order: torch.Tensor, handle: int) -> None:
-    layer: MoE = lookup(handle)
+    layer: TracedLayer = lookup(handle)
     exchange = layer.exchange
     assert isinstance(exchange, AllToAll)
     # The graph holds copies of the received rows; the experts read the originals.
@@ -90,7 +107,7 @@ def _expert_rows(
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    layer: MoE = lookup(handle)
+    layer: TracedLayer = lookup(handle)
     unused = Handle(0, 0, 0)  # the experts do not read it
     result = layer.experts(ExpertRows(x, scales, counts, source, ranges, unused))
     assert result is not None  # gemm_push, which returns None, is refused while tracing
@@ -105,7 +122,7 @@ def _(*args: Any) -> None:
 
 
 def traced_call(
-    layer: MoE,
+    layer: TracedLayer,
     x: torch.Tensor,
     routing: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     rows: int | None,
@@ -121,14 +138,14 @@ def traced_call(
 
 
 def traced_route(
-    layer: MoE, logits: torch.Tensor, num_tokens: torch.Tensor | None
+    layer: TracedLayer, logits: torch.Tensor, num_tokens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call `MoE.route` inside a compiled graph; it runs the same kernel as an eager call."""
     ids, weights = torch.ops.weft.moe_route(logits.detach(), num_tokens, layer.library_handle)
     return ids, weights
 
 
-def traced_experts(layer: MoE, received: Received | ExpertRows) -> torch.Tensor | None:
+def traced_experts(layer: TracedLayer, received: Received | ExpertRows) -> torch.Tensor | None:
     """Call `MoE.experts` inside a compiled graph; in low-latency mode the result is a copy."""
     if isinstance(received, Received):
         exchange = layer.exchange
