@@ -15,8 +15,9 @@ import weft
 from tests import rounds
 from tests.ranks import Test, on_ranks
 from weft.errors import RendezvousFailed
+from weft.hosts.buffers import RailViews
 from weft.hosts.exchange import LowLatencyManyHosts, ManyHosts
-from weft.hosts.rail import Pending, Slots
+from weft.hosts.rail import Pending
 
 # `make test` plays a few rounds of each kind; the rest runs when what it reads has changed.
 campaign = pytest.mark.slow
@@ -67,7 +68,7 @@ def across(
 
 @contextlib.contextmanager
 def lying(
-    a2a: weft.AllToAll | weft.LowLatencyAllToAll, tell: Callable[[Slots, int], None]
+    a2a: weft.AllToAll | weft.LowLatencyAllToAll, tell: Callable[[RailViews, int], None]
 ) -> Iterator[None]:
     """Let `tell(slots, own)` change what this rank sends over its rail in a dispatch."""
     exchange, own = a2a._exchange, a2a.group.host
@@ -76,7 +77,7 @@ def lying(
     start = rail._start
 
     def started(pairs: Any) -> Pending:
-        slots = next(each for each in rail._views.values() if each.out is pairs)
+        slots = next(each for each in rail._buffers._views.values() if each.messages is pairs)
         before = slots.counts[own].clone(), slots.ids[own].clone()
         tell(slots, own)
         rail._finish(start(pairs))

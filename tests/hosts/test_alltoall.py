@@ -27,8 +27,8 @@ from weft.errors import (
     TokenOverflow,
     WeftError,
 )
+from weft.hosts.buffers import RailViews
 from weft.hosts.exchange import ManyHosts
-from weft.hosts.rail import Slots
 
 TOKENS = 8
 
@@ -167,7 +167,7 @@ def test_invalid_data_of_another_host_is_attributed_to_it(group: weft.Group) -> 
         play(a2a, case)
         for seed, wrong in enumerate(WRONG_IDS + WRONG_COUNTS):
 
-            def tell(slots: Slots, own: int, seed: int = seed, wrong: int = wrong) -> None:
+            def tell(slots: RailViews, own: int, seed: int = seed, wrong: int = wrong) -> None:
                 if seed < len(WRONG_IDS):
                     slots.ids[own, 1, 2] = wrong
                 else:
@@ -197,7 +197,7 @@ def late(group: weft.Group) -> str:
         play(a2a, case)
         group.barrier()
         assert isinstance(a2a._exchange, ManyHosts)
-        a2a._exchange._rail._first_cause.tell = lambda text: time.sleep(3.0)  # type: ignore[method-assign]
+        a2a._exchange._rail._first_cause.report = lambda text: time.sleep(3.0)  # type: ignore[method-assign]
         if group.rank == 0:
             time.sleep(6.0)
             return "slept"

@@ -15,7 +15,7 @@ from tests.hosts.spanning import across, campaign, lying, on_hosts
 from tests.lowlatency_rounds import Mode, expert_results, play, wanted_out
 from tests.rounds import Round, bits, settle
 from weft.errors import BadExpertId, InvalidArgument
-from weft.hosts.rail import Slots
+from weft.hosts.buffers import RailViews
 from weft.lowlatency.config import LowLatencyConfig
 
 TOKENS = 8
@@ -75,7 +75,7 @@ def test_bad_weights_and_ids_are_refused(group: weft.Group) -> None:
         low.check()
         for lie in (4, -9):
 
-            def tell(slots: Slots, own: int, lie: int = lie) -> None:
+            def tell(slots: RailViews, own: int, lie: int = lie) -> None:
                 slots.ids[own, 1, 0] = lie
 
             with lying(low, tell) if group.rank == 3 else contextlib.nullcontext():

@@ -23,7 +23,7 @@ from weft.errors import InvalidArgument
 from weft.fields import check_values
 from weft.group.wire import JSON
 from weft.heap.header import CallRecord, Site, header_bytes, rank_words
-from weft.hosts.config import HostsConfig, Span
+from weft.hosts.config import HostsConfig, HostSpan
 from weft.placement import Placement, build_placement
 from weft.runtime.check import check_tensor, check_tokens, check_topk
 from weft.runtime.layout import LINE, CppValues, cpp_offset, round_up, share_bytes_function
@@ -198,7 +198,7 @@ class AllToAllConfig(HostsConfig):
     placement: Placement
     max_tokens: int
     stats: int
-    span: Span | None = None
+    span: HostSpan | None = None
 
     @classmethod
     def from_args(
@@ -259,7 +259,7 @@ class AllToAllConfig(HostsConfig):
         planes = tuple(i + scales if i else 0 for i in range(len(inputs)))
         span = None
         if len(_hosts) > 1:
-            span = Span(
+            span = HostSpan(
                 ranks=tuple(map(tuple, _hosts)),
                 host=_host,
                 max_tokens=shape.tokens,
@@ -372,7 +372,7 @@ class AllToAllConfig(HostsConfig):
             check_tensor("stats", stats, shape=(size,), dtypes=int32, device=device, aligned=1)
 
 
-def _shape_of_host(shape: Shape, span: Span) -> Shape:
+def _shape_of_host(shape: Shape, span: HostSpan) -> Shape:
     """Return the Shape of one host's part: its experts, and the rows of all hosts' ranks.
 
     Rows are quantised before they reach the host, and each rank forwards the token counts that it

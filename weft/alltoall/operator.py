@@ -24,7 +24,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap import Heap
 from weft.heap.header import header_bytes
-from weft.hosts.config import Span as HostSpan
+from weft.hosts.config import HostSpan
 from weft.hosts.exchange import Exchange, ManyHosts, open_rail
 from weft.keywords import internal, refuse_unknown
 from weft.placement import ExpertRankMixin

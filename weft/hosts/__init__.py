@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator of several hosts adds to the one-sided one: a rail between equal places."""
+"""Exchanges between hosts: a rail joins the ranks that have the same index on each host."""

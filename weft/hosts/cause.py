@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which error came first: a rank that leaves can report it to other hosts through the store only.
+"""The first error of a group's exchanges, which ranks of other hosts learn through the store.
 
-Ranks of other hosts ask while they wait.
+A rank that leaves has no connection to most ranks of other hosts. They read the store while they
+wait.
 """
 
 from __future__ import annotations
@@ -13,28 +14,29 @@ from weft.group.torch_groups import BoundedStore
 
 
 class FirstCause:
-    """The text of the first error of a group's exchanges, the same for all ranks that ask later."""
+    """The text of the first error of a group's exchanges, equal for all ranks that read it."""
 
     def __init__(self, group: Group) -> None:
         self._group, self._store = group, BoundedStore()
         self._key = f"weft/first-cause/{group.token}"
 
-    def wait_for(self, hosts: Sequence[int]) -> None:
-        """Say that this rank waits for hosts, longer than its deadline."""
+    def report_wait(self, hosts: Sequence[int]) -> None:
+        """Record that this rank has waited for `hosts` longer than its deadline."""
         self._store.set(f"{self._key}/{self._group.rank}", " ".join(map(str, hosts)))
 
-    def culprits(self, hosts: Sequence[int]) -> list[int]:
-        """Return which hosts wait for no other, of `hosts` and those that these wait for.
+    def find_culprits(self, hosts: Sequence[int]) -> list[int]:
+        """Return the hosts that cause this rank's wait for `hosts`.
 
-        None of the ranks there can be named from here: the one that is waited for may wait for
-        another of its host. Where all wait for each other, it is `hosts`: the link is gone.
+        They are those that wait for no other host, among `hosts` and the hosts that these wait for.
+        If all wait for each other, the link is gone, and the result is `hosts`. No single rank can
+        be named, because a rank that is waited for may wait for another rank of its host.
         """
         ranks = self._group.host_ranks
         texts = self._store.get([f"{self._key}/{rank}" for rank in range(self._group.size)])
         if texts is None:
             return list(hosts)
         waits = {
-            host: {int(each) for rank in ranks[host] for each in texts[rank].split()}
+            host: {int(word) for rank in ranks[host] for word in texts[rank].split()}
             for host in range(len(ranks))
         }
         reached, pending = set[int](), list(hosts)
@@ -45,11 +47,11 @@ class FirstCause:
                 pending += waits[host]
         return sorted(host for host in reached if not waits[host]) or list(hosts)
 
-    def tell(self, text: str) -> None:
-        """Leave an error, unless there is one."""
+    def report(self, text: str) -> None:
+        """Record an error unless there is one."""
         self._store.set_first(self._key, text)
 
-    def ask(self) -> str:
-        """Return the first error; "" where there is none, or no answer now or before."""
+    def read(self) -> str:
+        """Return the first error; "" if there is none or the store does not answer."""
         values = self._store.get([self._key])
         return values[0] if values else ""

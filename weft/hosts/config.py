@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses between hosts for one operator, and how a host numbers the experts that it holds."""
+"""Sizes of an operator's exchange between hosts, and the numbering of a host's experts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,23 @@ from weft.runtime.identity import CALL_WORDS
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class HostSpan:
     """An operator's part on one of several hosts.
 
-    ranks: of each host (`Group.host_ranks`).   host: this one.
-    max_tokens: of one rank in one call.   row_bytes: of each payload as it travels.
-    quantize: what the first payload becomes before it travels.   returns_fp8: sums travel as FP8.
-    placement: of all experts on all ranks.
-    num_results: whose ids and weights are kept.   drops_repeats: of the ids of a row.
+    Attributes:
+        ranks: Ranks of each host (`Group.host_ranks`).
+        host: Index of this host.
+        max_tokens: Maximum number of tokens of one rank in one call.
+        top_k: Experts per token.
+        hidden: Columns of a sum.
+        dtype: Dtype of sums.
+        row_bytes: Bytes of a row of each payload between hosts.
+        stats: Number of statistics of each rank.
+        quantize: Quantisation of the first payload before it leaves its host.
+        returns_fp8: Whether sums are sent as FP8.
+        placement: Placement of all experts on all ranks.
+        num_results: Number of dispatches whose received ids and weights are kept for combine.
+        drops_repeats: Whether repeated ids of a row are dropped.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -42,49 +51,57 @@ class Span:
 
     @property
     def hosts(self) -> int:
-        """How many there are."""
+        """Number of hosts."""
         return len(self.ranks)
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Global ids of this host's experts, in the order in which it numbers them."""
-        mine = set(self.ranks[self.host])
-        return tuple(e for e, rank in enumerate(self.placement.ranks) if rank in mine)
+        """Global ids of this host's experts, in the order of their ids on the host."""
+        local_ranks = set(self.ranks[self.host])
+        return tuple(e for e, rank in enumerate(self.placement.ranks) if rank in local_ranks)
 
     @property
     def local_ids(self) -> tuple[int, ...]:
-        """For each expert its number on this host, -1 on others."""
-        numbers = {expert: number for number, expert in enumerate(self.experts)}
-        return tuple(numbers.get(expert, -1) for expert in range(len(self.placement.ranks)))
+        """Id on this host of each global id; -1 for experts of other hosts."""
+        local_ids = {expert: local_id for local_id, expert in enumerate(self.experts)}
+        return tuple(local_ids.get(expert, -1) for expert in range(len(self.placement.ranks)))
 
     @property
     def local_placement(self) -> Placement:
-        """This host's experts on its ranks; without any, one that no id names."""
+        """Placement of this host's experts on its ranks; see `host_placement`."""
         return host_placement(self.placement, self.ranks[self.host])
 
     def meta_words(self, rows: int) -> int:
-        """32-bit words that go with `rows` rows: call, their number, statistics, ids, weights."""
+        """Return the 32-bit words beside `rows` rows: call, row count, statistics, ids, weights."""
         return CALL_WORDS + 1 + self.stats + 2 * rows * self.top_k
 
     @property
     def bytes(self) -> int:
-        """Bytes of ordinary memory that the exchange of one rank takes."""
+        """Bytes of ordinary memory of one rank's exchange."""
         out = sum(self.row_bytes) + 8 * (1 + self.num_results) * self.top_k
         row = self.hosts * (out + 2 * self.hidden * self.dtype.itemsize) + 4 * self.hidden
         return self.max_tokens * row
 
     def rail_bytes(self, rows: int) -> tuple[int, int]:
-        """Bytes that a rank sends to each other host, out and home, in a call with `rows` rows."""
-        item = self.dtype.itemsize
-        home = self.hidden + self.hidden // 128 * 4 if self.returns_fp8 else self.hidden * item
-        return rows * sum(self.row_bytes) + 4 * self.meta_words(rows), rows * home
+        """Return the bytes that a rank sends to each other host in a call with `rows` rows.
+
+        The first number is for dispatch, the second for combine.
+        """
+        sum_bytes = self.hidden * self.dtype.itemsize
+        if self.returns_fp8:
+            sum_bytes = self.hidden + self.hidden // 128 * 4
+        return rows * sum(self.row_bytes) + 4 * self.meta_words(rows), rows * sum_bytes
 
 
 class HostsConfig:
-    """What the config of an operator says where its group has several hosts: its part on one.
+    """Base of configs of operators that may span several hosts.
 
-    shape: of that part, with the tokens of all hosts.   offsets: of its share.
-    placement: of all experts on all ranks.
+    Attributes:
+        shape: Sizes of the part on this host, with the tokens of all hosts.
+        offsets: Offsets of its share.
+        placement: Placement of all experts on all ranks.
+        max_tokens: Maximum number of tokens of one rank in one call.
+        span: This host's part, if there are several hosts.
     """
 
     __slots__ = ()
@@ -92,11 +109,11 @@ class HostsConfig:
     offsets: Any
     placement: Placement
     max_tokens: int
-    span: Span | None
+    span: HostSpan | None
 
     @property
     def hosts(self) -> int:
-        """Hosts that the ranks are on."""
+        """Number of hosts."""
         return 1 if self.span is None else self.span.hosts
 
     @property
@@ -106,23 +123,23 @@ class HostsConfig:
 
     @property
     def local_placement(self) -> Placement:
-        """The experts of this host, on its ranks."""
+        """Placement of this host's experts on its ranks."""
         return self.placement if self.span is None else self.span.local_placement
 
     @property
     def share_bytes(self) -> int:
-        """Bytes of one rank's share."""
+        """Bytes of a rank's share."""
         return int(self.offsets.share_bytes)
 
     @property
     def descriptor(self) -> int:
-        """24 bits of the shape's hash."""
+        """24 bits of the hash of the shape."""
         return int(self.shape.descriptor)
 
     def manifest(self) -> dict[str, JSON]:
-        """What the ranks compare at creation, name by name."""
+        """Return the arguments that the ranks compare at creation, by name."""
         values = {**values_by_argument(self.shape), "expert_map": list(self.placement.ranks)}
-        if self.span is not None:  # not the sizes of one host, which differ from host to host
+        if self.span is not None:  # sizes of one host's part may differ between hosts
             values.pop("local", None)
             values |= {
                 "ranks": self.shape.ranks * self.hosts,
@@ -135,7 +152,10 @@ class HostsConfig:
 
 @functools.cache
 def host_placement(placement: Placement, ranks: tuple[int, ...]) -> Placement:
-    """The experts of some ranks, numbered in ascending order, on places in `ranks`."""
+    """Return the placement of the experts of `ranks`, renumbered in ascending order of their ids.
+
+    The result's ranks are indices in `ranks`. Without experts it has one, which no id names.
+    """
     owners = [ranks.index(rank) for rank in placement.ranks if rank in ranks] or [0]
     placement = Placement.mapped(owners, len(owners), len(ranks))
     blocks = Placement.blocks(len(owners), len(ranks))

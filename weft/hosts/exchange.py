@@ -19,7 +19,7 @@ from weft.arguments import format_value
 from weft.errors import InvalidArgument
 from weft.group import Group
 from weft.heap.header import CallRecord
-from weft.hosts.config import Span
+from weft.hosts.config import HostSpan
 from weft.hosts.rail import Rail
 from weft.runtime.exchange import ExchangeOperator
 
@@ -27,7 +27,7 @@ from weft.runtime.exchange import ExchangeOperator
 _num_rails: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
 
 
-def open_rail(operator: ExchangeOperator, span: Span) -> Rail:
+def open_rail(operator: ExchangeOperator, span: HostSpan) -> Rail:
     """Create the rail of an operator that exists on every host. Collective over all hosts.
 
     The rail fails, reports and closes with its operator. If a rank fails, every rank closes the
@@ -131,9 +131,9 @@ class ManyHosts:
 
     def combine(self, entry: str, out: torch.Tensor, add: torch.Tensor | None, rows: int) -> None:
         """Add the sums of all hosts; return this host's first unless `combine_send` has."""
-        if not self._rail.returning:
+        if not self._rail.is_returning:
             self._return_sums(entry, rows)
-        self._rail.receive_home(out, add)
+        self._rail.receive_sums(out, add)
 
     def finish(self, rows: int) -> None:
         """End the round within this host."""
@@ -142,7 +142,7 @@ class ManyHosts:
     def _return_sums(self, entry: str, rows: int) -> None:
         self._local.combine(entry, self._rail.sums(rows), None, self._hosts * rows)
         _call(self._raise_if_broken)
-        self._rail.send_home(rows)
+        self._rail.send_sums(rows)
 
 
 class ResultSlot(Protocol):
@@ -254,13 +254,13 @@ class LowLatencyManyHosts(Generic[SlotT]):
         routing = arrived.ids, arrived.weights
         self._local.combine("combine", slot, y, counts, *routing, rail.sums(rows), None, order)
         _call(self._raise_if_broken)
-        rail.send_home(rows)
+        rail.send_sums(rows)
         if entry == "combine":
-            rail.receive_home(out, add)
+            rail.receive_sums(out, add)
 
     def combine_receive(self, out: torch.Tensor, add: torch.Tensor | None) -> None:
         """Add the sums of all hosts."""
-        self._rail.receive_home(out, add)
+        self._rail.receive_sums(out, add)
 
     def _check_weights(self, slot: SlotT, weights: torch.Tensor | None) -> None:
         """Raise InvalidArgument if the weights of a combine are not those of its dispatch."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch: ends exchanges that are overdue, or that wait for a rank which an error elsewhere stopped.
+"""Deadline of the exchanges between hosts, and the poll for errors elsewhere.
 
-A thread compares two counts: of exchanges that have begun, and of those that have ended. On CPUs
-the caller counts, before and after it waits. On GPUs the kernels would wait for ever and no host
-thread waits for them, so the stream itself counts, in host memory, before an exchange starts and
-when it has ended: a replayed CUDA graph is watched as well as an eager call.
+A thread compares two counters: exchanges begun, and exchanges ended. On CPUs the caller increments
+them before and after its wait. On GPUs the kernels would wait forever and no host thread waits for
+them, so the stream increments the counters in host memory. Replays of CUDA graphs are therefore
+watched like eager calls.
 """
 
 from __future__ import annotations
@@ -18,36 +18,41 @@ import torch
 
 from weft.group.torch_groups import STORE_SECONDS
 
-INTERVAL = 0.1  # seconds between two looks: what a deadline may be late by
+INTERVAL = 0.1  # seconds between two polls; an error may be that much later than its deadline
 
-# Given the limit in seconds of an exchange that has overrun it, else None. True: look no more.
-Look = Callable[[float | None], bool]
+# Takes the limit in seconds of an overdue exchange, else None. Returns True to stop polling.
+Poll = Callable[[float | None], bool]
 
 
 class Watch:
-    """Calls `look` at every interval in which the same exchange is still under way.
+    """Calls `poll` in every interval in which the same exchange is in progress.
 
-    look: a bound method, held weakly.   timeout, first_timeout: limits in seconds; the second of
-    the `first` exchanges.
+    Args:
+        device: Device of the rank.
+        poll: A bound method, held weakly.
+        timeout: Limit of an exchange in seconds.
+        first_timeout: Limit of the first exchanges in seconds.
+        first: Number of these.
     """
 
     def __init__(
         self,
         device: torch.device,
-        look: Look,
+        poll: Poll,
         *,
         timeout: float,
         first_timeout: float,
         first: int,
     ) -> None:
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # begun, ended
-        self._seen = self._counts
+        self._host_counts = self._counts
         if device.type == "cuda":
-            self._seen = torch.zeros(2, dtype=torch.int64).pin_memory()
+            self._host_counts = torch.zeros(2, dtype=torch.int64).pin_memory()
         self._stop = threading.Event()
+        limits = (timeout, first_timeout, first)
         self._thread = threading.Thread(
-            target=_watch,
-            args=(self._seen, weakref.WeakMethod(look), timeout, first_timeout, first, self._stop),
+            target=poll_until,
+            args=(self._stop, self._host_counts, weakref.WeakMethod(poll), *limits),
             name="weft-rail",
             daemon=True,
         )
@@ -55,39 +60,49 @@ class Watch:
         weakref.finalize(self, self._stop.set).atexit = False
 
     def begin(self) -> None:
-        """Enqueue that an exchange begins."""
-        self._count(0)
+        """Count the begin of an exchange, in stream order."""
+        self._increment(0)
 
     def end(self) -> None:
-        """Enqueue that it has ended."""
-        self._count(1)
+        """Count the end of an exchange, in stream order."""
+        self._increment(1)
 
     def close(self) -> None:
-        """Look no more, and wait for a look that is under way: Python must not end meanwhile."""
+        """Stop polling and join the thread, so that it does not run during interpreter shutdown."""
         self._stop.set()
         self._thread.join(3 * STORE_SECONDS)
 
-    def _count(self, place: int) -> None:
-        self._counts[place] += 1
-        if self._seen is not self._counts:
-            self._seen.copy_(self._counts, non_blocking=True)
+    def _increment(self, index: int) -> None:
+        self._counts[index] += 1
+        if self._host_counts is not self._counts:
+            self._host_counts.copy_(self._counts, non_blocking=True)
 
 
-def _watch(
-    seen: torch.Tensor,
-    look: weakref.WeakMethod[Look],
+def poll_until(
+    stop: threading.Event,
+    counts: torch.Tensor,
+    poll: weakref.WeakMethod[Poll],
     timeout: float,
     first_timeout: float,
     first: int,
-    stop: threading.Event,
 ) -> None:
-    under_way, since = 0, 0.0
+    """Poll until `stop` is set, `poll` returns True or its object is gone.
+
+    Args:
+        stop: Ends the polling.
+        counts: Exchanges begun and ended.
+        poll: As in `Watch`.
+        timeout: As in `Watch`.
+        first_timeout: As in `Watch`.
+        first: As in `Watch`.
+    """
+    current, since = 0, 0.0
     while not stop.wait(INTERVAL):
-        begun, ended = seen.tolist()
+        begun, ended = counts.tolist()
         now = time.monotonic()
-        if begun != under_way:
-            under_way, since = begun, now
+        if begun != current:
+            current, since = begun, now
         elif ended < begun:
-            limit, found = first_timeout if begun <= first else timeout, look()
-            if found is None or found(limit if now - since > limit else None):
+            limit, call = first_timeout if begun <= first else timeout, poll()
+            if call is None or call(limit if now - since > limit else None):
                 return

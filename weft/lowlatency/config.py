@@ -25,7 +25,7 @@ from weft.heap.header import (
     layout_max_ranks,
     rank_words,
 )
-from weft.hosts.config import HostsConfig, Span, host_placement
+from weft.hosts.config import HostsConfig, HostSpan, host_placement
 from weft.placement import Placement, build_placement
 from weft.runtime.check import check_tensor, check_tokens, check_topk
 from weft.runtime.layout import LINE, CppValues, Memory, cpp_offset, round_up, size_function
@@ -298,7 +298,7 @@ class LowLatencyConfig(HostsConfig):
     max_tokens: int
     slots: int
     profile: bool
-    span: Span | None = None
+    span: HostSpan | None = None
 
     @classmethod
     def from_args(
@@ -374,7 +374,7 @@ class LowLatencyConfig(HostsConfig):
         )
         span = None
         if multi_host:
-            span = Span(
+            span = HostSpan(
                 ranks=tuple(map(tuple, _hosts)),
                 host=_host,
                 max_tokens=max_tokens,

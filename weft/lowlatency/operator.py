@@ -20,7 +20,7 @@ from weft.arguments import check_bools, raise_invalid
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap.header import header_structs
-from weft.hosts.config import Span
+from weft.hosts.config import HostSpan
 from weft.hosts.exchange import LowLatencyExchange, LowLatencyManyHosts, open_rail
 from weft.keywords import internal, refuse_unknown
 from weft.lowlatency import compile as traced
@@ -565,7 +565,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
                 "the all-to-all that made it"
             )
 
-    def _connect_hosts(self, span: Span) -> None:
+    def _connect_hosts(self, span: HostSpan) -> None:
         """Let the exchange span all hosts. Collective over them."""
         pack = functools.partial(_pack_rows, self.config.shape)
         rail = open_rail(self, span)
