@@ -278,7 +278,7 @@ class Rank:
     def come_together(self) -> None:
         """Return to the common step of all old ranks, with the weights of one placement."""
         layer = self.operators["layer"]
-        said = self.group.all_gather([self.step, layer._relocation_failed])
+        said = self.group.all_gather([self.step, layer._placement.relocation_failed])
         known = [said[rank] for rank in self.group.living]
         step = min(each[0] for each in known if each[0] is not None)
         if any(mixed or at is None for at, mixed in known):

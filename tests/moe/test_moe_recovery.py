@@ -66,7 +66,7 @@ def test_replicas_take_over(group: weft.Group, way: str) -> None:
     with open_layer(group, case, THRICE, **options) as one:
         other = one.sibling(one._weights, shared=case.shared(group.device))
         outs: list[torch.Tensor] = []
-        table = one._table
+        table = one._placement.table
         assert table is not None
         x, logits = (t.clone() for t in case.of(group.rank, group.device))
 
@@ -99,7 +99,7 @@ def test_replicas_take_over(group: weft.Group, way: str) -> None:
             assert {int(p) // each for p in ids} == set(survivors.ranks)
             for seed in range(4):
                 right(seed)
-        assert one._table is table
+        assert one._placement.table is table
         survivors.barrier()
 
 

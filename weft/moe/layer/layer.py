@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any, Self
 
@@ -15,7 +15,6 @@ from weft.alltoall.received import Received
 from weft.arguments import check_callable, check_instance, check_int, format_value
 from weft.cuda.driver import relaxed_capture
 from weft.errors import (
-    ExpertsLost,
     GroupError,
     InvalidArgument,
     OutOfOrder,
@@ -34,11 +33,11 @@ from weft.moe.layer.choice import LayerChoice, agree_on_choice
 from weft.moe.layer.config import LayerOptions, build_plans
 from weft.moe.layer.low_latency import LowLatencyWorkspace
 from weft.moe.layer.memory import memory_bytes
+from weft.moe.layer.placement import LayerPlacement
 from weft.moe.layer.throughput import ThroughputWorkspace
 from weft.moe.layer.workspace import Exchange, LayerWorkspace, Shared
 from weft.moe.models import MoEConfig
 from weft.moe.replicas.placement import Replicas
-from weft.moe.replicas.relocation import Relocation
 from weft.moe.routing.router import (
     Routed,
     check_route,
@@ -52,7 +51,7 @@ from weft.runtime import library
 from weft.runtime.ambient import in_relaxed_mode, plain_tensors, without_autocast
 from weft.runtime.check import check_group, check_no_overlap, check_tensor
 from weft.runtime.identity import MAX_ROUNDS
-from weft.runtime.stream import is_capturing, synchronize_device, synchronize_stream
+from weft.runtime.stream import is_capturing, synchronize_device
 
 
 class MoE:
@@ -105,8 +104,7 @@ class MoE:
     library_handle: int
     _checked_shared: bool
     _closed = False
-    _replicas: Replicas | None
-    _table: torch.Tensor | None
+    _placement: LayerPlacement
 
     @in_relaxed_mode
     def __init__(
@@ -181,7 +179,7 @@ class MoE:
         sibling = MoE.__new__(MoE)
         sibling.workspace = self.workspace
         if replicas is None:
-            replicas = self._replicas
+            replicas = self._placement.replicas
         with relaxed_capture(self.exchange.group.device), plain_tensors():
             sibling._load(weights, shared, correction, replicas)
         return sibling
@@ -211,57 +209,12 @@ class MoE:
             CreationFailed: a rank cannot do its part. Every rank raises it.
             OutOfOrder: a round of this layer is open.
         """
-        workspace, group, old = self.workspace, self.exchange.group, self._replicas
-        with ExitStack() as stack:
-
-            def begin() -> None:
-                self.check_open()
-                self._check_replicas(replicas)
-                self._check_available(replicas, with_weights=weights is not None)
-                if weights is not None:
-                    fp8, local = workspace.options.fp8, len(replicas.logical_experts(group.rank))
-                    weights.check(self.config, local, group.device, fp8=fp8)
-                    expected, dtype = self._weights.gate_up.dtype, weights.gate_up.dtype
-                    if dtype != expected:
-                        raise InvalidArgument(
-                            f"weights are {dtype}, those of the layer {expected}: relocation "
-                            "copies without conversion"
-                        )
-                stack.enter_context(workspace.exclusive("relocate"))
-
-            group.together(begin, doing="relocating experts")
-            assert old is not None
-            # To move weights between ranks, all must have the same current placement.
-            now = list(old.logical) if weights is None else None
-            placement = {"logical": list(replicas.logical), "now": now}
-            group.agree(placement, what="the placement of experts")
-            synchronize_device(group.device)
-            relocation = None
-            if weights is None:
-                tensors, living = self._weights.tensors, self.exchange.living_mask
-                relocation = Relocation(group, tensors, old, replicas, living)
-                stack.enter_context(relocation)
-            self._relocation_failed = True
-            try:
-                if relocation is not None:
-                    relocation.run()
-                elif weights is not None:
-                    for target, source in zip(self._weights.tensors, weights.tensors, strict=True):
-                        target.copy_(source)
-                self._replicas = replicas
-                self._fill_table(replicas)
-                synchronize_stream(group.device)
-                group.barrier()  # peers may send by the new table from here on
-                self._relocation_failed = False
-            except BaseException as error:
-                self.exchange.leave(f"failed while relocating experts: {format_reason(error)}")
-                raise
-        return sum(a != b for a, b in zip(old.logical, replicas.logical, strict=True))
+        return self._placement.relocate(replicas, self._weights, weights, self.check_open)
 
     @property
     def replicas(self) -> Replicas | None:
         """Current placement of a layer with replicas, or None."""
-        return self._replicas
+        return self._placement.replicas
 
     @property
     def exchange(self) -> Exchange:
@@ -276,9 +229,7 @@ class MoE:
     @property
     def local_experts(self) -> tuple[int, ...]:
         """Global ids of this rank's experts, in the order of its weights."""
-        if self._replicas is not None:
-            return self._replicas.logical_experts(self.exchange.rank)
-        return self.exchange.local_experts
+        return self._placement.local_experts
 
     @property
     def gemm(self) -> str:
@@ -342,8 +293,8 @@ class MoE:
         routing = (logits, topk_ids, topk_weights)
         if torch.compiler.is_dynamo_compiling():
             return moe_compile.traced_call(self, x, routing, rows, num_tokens, out)
-        workspace = self.workspace
-        if self._closed or self._lost_experts or self._relocation_failed:
+        workspace, placement = self.workspace, self._placement
+        if self._closed or placement.lost_experts or placement.relocation_failed:
             self._check_usable()
         rounds = self.check_call(x, routing, rows, num_tokens, out)
         workspace.begin("a call")
@@ -423,12 +374,14 @@ class MoE:
         logits, ids, weights = routing
         if logits is not None:
             routed = route_checked(self.config.routing, logits, self.correction, num_tokens)
-            if self._table is None:
+            if self._placement.table is None:
                 return routed
             (ids, weights), num_tokens = routed, None
         assert ids is not None
         assert weights is not None
-        return normalize_checked(ids, weights, num_tokens, self._table, self.exchange.rank)
+        return normalize_checked(
+            ids, weights, num_tokens, self._placement.table, self.exchange.rank
+        )
 
     @without_autocast
     def experts(self, received: Received | ExpertRows) -> torch.Tensor | None:
@@ -538,15 +491,13 @@ class MoE:
     ) -> None:
         """Do the work of `_load` while the group records its control messages."""
         group, device, config = self.exchange.group, self.exchange.group.device, self.config
-        self._replicas, self._table = replicas, None
-        self._lost_experts: list[int] = []  # experts that no living rank holds
-        self._relocation_failed = False  # if True, weights belong to no one placement
+        self._placement = LayerPlacement(self.workspace, replicas)
         self.exchange.on_restart(self._restore_routing)
 
         def check() -> ExpertWeights:
             self.exchange.check_open()
             if replicas is not None:
-                self._check_replicas(replicas)
+                self._placement.check_sizes(replicas)
             local = weights(self.local_experts) if callable(weights) else weights
             check_instance("weights", local, ExpertWeights, "or a function that returns them")
             local.check(config, len(self.local_experts), device, fp8=self.workspace.options.fp8)
@@ -571,17 +522,11 @@ class MoE:
             return local
 
         self._weights = group.together(check, doing="loading an MoE layer")
-        layer = weakref.ref(self)  # the group keeps the callback
+        placement = weakref.ref(self._placement)  # the group keeps the callback
         group.record(
-            lambda messages: messages.compare(_placement(layer()), "the placement of experts")
+            lambda messages: messages.compare(_logical(placement()), "the placement of experts")
         )
-        if replicas is not None:
-            experts, physical = config.routing.num_experts, len(replicas.logical)
-            # Wide enough for every placement of this size, because graphs hold the table's address.
-            width = 1 + physical - experts + 1
-            self._table = torch.zeros((experts, width), dtype=torch.int32, device=device)
-            self._fill_table(replicas)
-            synchronize_stream(device)
+        self._placement.make_table()
         self._shared, self.correction = shared, correction
         self._checked_shared = False
         names = (f.name for f in fields(ExpertWeights))
@@ -602,84 +547,13 @@ class MoE:
     def _check_usable(self) -> None:
         """Raise OutOfOrder if the layer is closed, and ExpertsLost if experts are missing."""
         self.check_open()
-        if self._relocation_failed and not self.exchange.broken:
-            raise ExpertsLost(
-                "moving experts failed in the middle, so their weights match no placement: call "
-                "relocate with weights=, from a checkpoint, on all ranks"
-            )
-        if self._lost_experts and self.workspace.options.missing == "error":
-            living = self.exchange.living_mask
-            dead = [r for r in range(self.exchange.ep_size) if not living >> r & 1]
-            raise ExpertsLost(
-                f"ranks {dead} are gone, and no other rank holds experts {self._lost_experts}: "
-                "relocate them from a checkpoint (weights=), give experts replicas on other ranks, "
-                "or build the layer with missing='drop', which drops their ids"
-            )
+        self._placement.check_usable()
 
     def _restore_routing(self) -> None:
-        """Route ids to living ranks after a recovery; changes the table in place.
-
-        Raises:
-            ExpertsLost: no living rank holds some experts.
-        """
-        if self._closed:
-            return
-        if self._replicas is not None:
-            self._fill_table(self._replicas)
-        else:
-            owners = enumerate(self.exchange.placement.ranks)
-            self._lost_experts = [
-                e for e, rank in owners if not self.exchange.living_mask >> rank & 1
-            ]
-        self._check_usable()
-
-    def _fill_table(self, replicas: Replicas) -> None:
-        assert self._table is not None
-        living = self.exchange.living_mask
-        self._lost_experts = [
-            e for e, physical in enumerate(replicas.physical_on(living)) if not physical
-        ]
-        counts, physical = replicas.table(self._table.device, living=living)
-        self._table[:, 0] = counts
-        self._table[:, 1 : 1 + physical.shape[1]] = physical
-
-    def _check_replicas(self, replicas: Replicas) -> None:
-        """Raise InvalidArgument if the placement's sizes are not those of the layer."""
-        check_instance("replicas", replicas, Replicas, "weft.moe.balance returns one")
-        original = self.workspace.options.replicas
-        if original is None:
-            raise InvalidArgument(
-                "replicas for a layer that was built without them: pass replicas= to MoE, too"
-            )
-        sizes = (replicas.ranks, replicas.num_experts, len(replicas.logical))
-        expected = (original.ranks, original.num_experts, len(original.logical))
-        if sizes != expected:
-            raise InvalidArgument(
-                "replicas of {} ranks, {} experts and {} physical ones".format(*sizes)
-                + "; this layer was built for {}, {} and {}".format(*expected)
-            )
-
-    def _check_available(self, replicas: Replicas, *, with_weights: bool) -> None:
-        """Raise InvalidArgument if living ranks cannot hold the placement or lack its weights."""
-        assert self._replicas is not None
-        if self._relocation_failed and not with_weights and not self.exchange.broken:
-            raise InvalidArgument(
-                "moving experts failed in the middle: no rank has their weights, pass weights="
-            )
-        living, drops = self.exchange.living_mask, self.workspace.options.missing == "drop"
-        current, target = self._replicas.physical_on(living), replicas.physical_on(living)
-        unplaced = [e for e, physical in enumerate(target) if not physical]
-        if unplaced and not drops:
-            raise InvalidArgument(
-                f"replicas place experts {unplaced} only on ranks that are gone; place them on "
-                f"ranks {[r for r in range(replicas.ranks) if living >> r & 1]}"
-            )
-        unavailable = [e for e, physical in enumerate(target) if physical and not current[e]]
-        if unavailable and not with_weights:
-            raise InvalidArgument(
-                f"no living rank has weights of experts {unavailable}: pass weights=, from a "
-                "checkpoint"
-            )
+        """Route ids to living ranks after a recovery. Raises ExpertsLost."""
+        if not self._closed:
+            self._placement.restore()
+            self._check_usable()
 
     @internal
     def check_call(
@@ -756,7 +630,7 @@ class MoE:
             )
 
 
-def _placement(layer: MoE | None) -> dict[str, list[int] | None]:
-    """Return the layer's current placement in the form that ranks compare."""
-    replicas = None if layer is None else layer.replicas
+def _logical(placement: LayerPlacement | None) -> dict[str, list[int] | None]:
+    """Return a layer's current placement in the form that ranks compare."""
+    replicas = None if placement is None else placement.replicas
     return {"logical": None if replicas is None else list(replicas.logical)}
