@@ -278,13 +278,13 @@ class Rank:
     def come_together(self) -> None:
         """Return to the common step of all old ranks, with the weights of one placement."""
         layer = self.operators["layer"]
-        said = self.group.all_gather([self.step, layer._placement.relocation_failed])
-        known = [said[rank] for rank in self.group.living]
+        reported = self.group.all_gather([self.step, layer._placement.relocation_failed])
+        known = [reported[rank] for rank in self.group.living]
         step = min(each[0] for each in known if each[0] is not None)
         if any(mixed or at is None for at, mixed in known):
             place, rank = PLACES[step % 2], self.group.rank
-            mine = [LAYER.expert(e) for e in place.logical_experts(rank)]
-            weights = ExpertWeights.stack(LAYER.config, mine, self.group.device)
+            own = [LAYER.expert(e) for e in place.logical_experts(rank)]
+            weights = ExpertWeights.stack(LAYER.config, own, self.group.device)
             layer.relocate(place, weights=weights)
         self.step = step
 
@@ -440,7 +440,7 @@ def arrive(meeting: Meeting, rank: int, seed: int, folder: str) -> None:
         before, began = state(), time.monotonic()
         if death is not None:
             death.arm()
-        said, text = "met", ""
+        reported, text = "met", ""
         try:
             cpu = torch.device("cpu")
             with weft.Group.from_meeting(
@@ -448,12 +448,12 @@ def arrive(meeting: Meeting, rank: int, seed: int, folder: str) -> None:
             ) as group:
                 group.barrier()
         except RendezvousFailed as error:
-            said, text = "RendezvousFailed", str(error)
+            reported, text = "RendezvousFailed", str(error)
         took, after = time.monotonic() - began, state()
         came_with = before[0] - (meeting.listener is not None)  # which the hub has closed
         result = {"files": after[0] - came_with, "mapped": after[1] - before[1]}
-        told = {"said": said, "text": text, "seconds": took, **result}
-        Path(folder, f"rank {rank}.json").write_text(json.dumps(told))
+        messages = {"said": reported, "text": text, "seconds": took, **result}
+        Path(folder, f"rank {rank}.json").write_text(json.dumps(messages))
         if death is not None:
             os.kill(os.getpid(), signal.SIGKILL)  # it was over before
 
@@ -487,32 +487,32 @@ def meet(plan: Plan, folder: Path) -> None:
                 process.join()
         meeting.close()
     for rank in survivors:
-        said = json.loads((folder / f"rank {rank}.json").read_text())
-        assert said["files"] == said["mapped"] == 0, f"rank {rank}: {said}"
+        reported = json.loads((folder / f"rank {rank}.json").read_text())
+        assert reported["files"] == reported["mapped"] == 0, f"rank {rank}: {reported}"
         # Two waits one after the other: to meet, then for each other.
-        assert said["seconds"] < 2 * ARRIVE + CALL, f"rank {rank}: {said}"
-        assert said["said"] == "met" or "rank" in said["text"], f"rank {rank}: {said}"
+        assert reported["seconds"] < 2 * ARRIVE + CALL, f"rank {rank}: {reported}"
+        assert reported["said"] == "met" or "rank" in reported["text"], f"rank {rank}: {reported}"
 
 
 def work(plan: Plan, folder: Path) -> None:
     """Kill ranks during rounds, recoveries and replacements, and kill new processes as well."""
     with Newcomers(plan, folder) as new:
-        told = launch(
+        messages = launch(
             rank_body, plan.seed, str(folder), ranks=RANKS, timeout=LIMIT, tolerate_deaths=True
         )
-    survivors = {rank for rank, each in enumerate(told) if each is not None}
-    assert survivors == set(range(RANKS)) - set(plan.deaths), f"{told}"
-    said = {f"rank {rank}": told[rank] for rank in survivors}
+    survivors = {rank for rank, each in enumerate(messages) if each is not None}
+    assert survivors == set(range(RANKS)) - set(plan.deaths), f"{messages}"
+    reported = {f"rank {rank}": messages[rank] for rank in survivors}
     for path in folder.glob("newcomer *.json"):
-        said[path.stem] = json.loads(path.read_text())
-    joined = {int(name.split()[1]) for name in said if name.startswith("newcomer")}
-    assert joined == (set(plan.deaths) if plan.replaces else set()), f"{said}"
-    for name, each in said.items():
+        reported[path.stem] = json.loads(path.read_text())
+    joined = {int(name.split()[1]) for name in reported if name.startswith("newcomer")}
+    assert joined == (set(plan.deaths) if plan.replaces else set()), f"{reported}"
+    for name, each in reported.items():
         expected = range(RANKS) if plan.replaces else sorted(survivors)
-        assert list(each["living"]) == list(expected), f"{name}: {said}"
-        assert each["recoveries"] >= 1 or name.startswith("newcomer"), f"{name}: {said}"
-        assert each["mapped"] == 0, f"{name}: {said}"
-        assert each["files"] <= 0, f"{name}: {said}"
+        assert list(each["living"]) == list(expected), f"{name}: {reported}"
+        assert each["recoveries"] >= 1 or name.startswith("newcomer"), f"{name}: {reported}"
+        assert each["mapped"] == 0, f"{name}: {reported}"
+        assert each["files"] <= 0, f"{name}: {reported}"
     ends = {process.name: process.exitcode for _, process in new.started}
     assert {*ends.values()} <= {0, -signal.SIGKILL, REFUSED}, f"{ends}"
 

@@ -210,8 +210,8 @@ def in_place(
     outs = []
     for sent in (x * 2, x - 1):
         received = a2a.dispatch(sent, ids, weights)
-        mine = (received.ids >= 0).any(dim=2, keepdim=True)
-        y = torch.where(mine, received.x, 0.0)
+        own = (received.ids >= 0).any(dim=2, keepdim=True)
+        y = torch.where(own, received.x, 0.0)
         a2a.output()[:1].copy_(y[:1] * 2)
         a2a.output()[1:].copy_(y[1:])
         a2a.output()[:, 1:].mul_(4)

@@ -90,10 +90,10 @@ def store_at_owners(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -
     words = y.view(torch.int32)  # each is there at once
     size = (shape.tokens * shape.top_k, words.shape[2])
     for owner in range(a2a.ep_size):
-        mine = there & (got.source // shape.tokens == owner)
+        own = there & (got.source // shape.tokens == owner)
         place = heap.tensor(size, torch.int32, offset=layout.back, rank=owner)
         back = heap.address(owner) + layout.back
-        place[(got.dst_addr[mine] - back) // (4 * size[1])] = words[mine]
+        place[(got.dst_addr[own] - back) // (4 * size[1])] = words[own]
 
 
 def wanted_out(

@@ -131,17 +131,17 @@ def meet_and_abort(group: weft.Group) -> tuple[list[Any], str]:
         if group.rank == 0:
             made.what.abort()
         group.barrier()
-        with pytest.raises(Aborted) as told:
+        with pytest.raises(Aborted) as reported:
             made.call()
         group.barrier()
         made.give_back()
-    return met, str(told.value)
+    return met, str(reported.value)
 
 
 def test_groups_and_aborts_do_not_depend_on_torchs_defaults(ranks: Callable[..., Any]) -> None:
-    for rank, (met, told) in enumerate(ranks(2, "cpu")(meet_and_abort)):
+    for rank, (met, reported) in enumerate(ranks(2, "cpu")(meet_and_abort)):
         assert met == [[0, ""], [1, "x"]]
-        assert ("rank 0" in told) if rank else ("this rank, 0" in told)
+        assert ("rank 0" in reported) if rank else ("this rank, 0" in reported)
 
 
 def meanings() -> Results:

@@ -215,13 +215,13 @@ def test_the_report_has_no_private_names(of_alice, weft_command, tmp_path, kind)
     path = tmp_path / f"report.{kind}"
     code, out, _ = weft_command("doctor", "--report", str(path))
     assert (code, out) == (0, "")
-    told = path.read_text()
-    assert [word for word in PRIVATE if word in told.lower()] == []
+    reported = path.read_text()
+    assert [word for word in PRIVATE if word in reported.lower()] == []
     shown = "warn  2.7 -> pip install 'torch>=2.8'"
     if kind == "json":
-        assert json.loads(told)["findings"] == {"torch": shown}
+        assert json.loads(reported)["findings"] == {"torch": shown}
     else:
-        assert f"  torch: {shown}" in told
+        assert f"  torch: {shown}" in reported
 
 
 def test_report_destinations(of_alice, weft_command, tmp_path):

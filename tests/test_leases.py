@@ -63,8 +63,8 @@ def test_operators_of_equal_sizes_are_one(group: weft.Group) -> None:
     for owners in (torch.zeros(1, 1, 8, dtype=torch.int64), torch.tensor(3), [[0], 1]):
         with pytest.raises(InvalidArgument, match="expert_map"):
             weft.lease(group, weft.AllToAll, **SIZES, expert_map=owners)
-    for mine in (newer, other, *mapped):
-        mine.close()
+    for own in (newer, other, *mapped):
+        own.close()
     low.close()
     again.close()
 
@@ -87,8 +87,8 @@ def test_layers_share_a_workspace(group: weft.Group) -> None:
 
     def open_layer(number: int, **options: Any) -> weft.Lease[weft.MoE]:
         def weights(local: tuple[int, ...]) -> ExpertWeights:
-            mine = [case.expert(expert) for expert in local]
-            return ExpertWeights.stack(case.config, mine, group.device)
+            own = [case.expert(expert) for expert in local]
+            return ExpertWeights.stack(case.config, own, group.device)
 
         options |= {"shared": case.shared(group.device), "replicas": placements[number]}
         options |= {"correction": case.correction(group.device), "max_tokens": 4}
@@ -146,8 +146,8 @@ def test_global_ids(group: weft.Group) -> None:
             received = a2a.dispatch(x, ids)
             returned = a2a.global_ids(received.ids)
             assert returned.dtype == torch.int32
-            mine = torch.tensor(a2a.local_experts, device=group.device)
-            own = torch.isin(ids, mine)
+            own_rows = torch.tensor(a2a.local_experts, device=group.device)
+            own = torch.isin(ids, own_rows)
             for source in range(2):
                 assert torch.equal(returned[source, :2], torch.where(own, ids, -1))
             a2a.combine()
@@ -166,8 +166,8 @@ def test_global_ids(group: weft.Group) -> None:
 @on_ranks(2, "cpu", "cuda")
 def test_a_broken_workspace_is_released(group: weft.Group) -> None:
     """A workspace whose round broke is freed like any other, and the next lease makes a new one."""
-    mine = [weft.lease(group, weft.AllToAll, **SIZES) for _ in range(2)]
-    a2a, memory = mine[0].operator, weakref.ref(mine[0].operator.heap._keeper)
+    own = [weft.lease(group, weft.AllToAll, **SIZES) for _ in range(2)]
+    a2a, memory = own[0].operator, weakref.ref(own[0].operator.heap._keeper)
     x = torch.ones(1, 64, dtype=torch.bfloat16, device=group.device)
     ids = torch.tensor([[0, 7]], device=group.device)
     if group.rank:
@@ -181,7 +181,7 @@ def test_a_broken_workspace_is_released(group: weft.Group) -> None:
     with pytest.raises(Aborted):
         round_of_all()
     group.barrier()
-    for lease in mine:
+    for lease in own:
         assert memory() is not None
         lease.close()
     gc.collect()

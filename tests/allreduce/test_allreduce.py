@@ -288,6 +288,6 @@ def memory(group: weft.Group) -> int:
 
 
 def test_memory_bytes_is_exact(ranks):
-    told = weft.AllReduce.memory_bytes(ranks=2, hidden=256, max_tokens=40)
-    assert ranks(2, "threads")(memory) == [told] * 2
+    reported = weft.AllReduce.memory_bytes(ranks=2, hidden=256, max_tokens=40)
+    assert ranks(2, "threads")(memory) == [reported] * 2
     assert weft.AllReduce.memory_bytes(ranks=8, hidden=7168, max_tokens=2048) < 90e6

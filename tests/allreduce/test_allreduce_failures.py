@@ -82,9 +82,9 @@ def test_a_different_call_is_detected_and_both_are_named(ranks, kind, how):
     texts = ranks(2, kind)(differing, how)
     # A rank that comes late may first hear that its peer has noticed, and left.
     named = [text for text in texts if "; this rank with " in text]
-    told = [text for text in texts if "made another call" in text]
+    reported = [text for text in texts if "made another call" in text]
     assert named, texts
-    assert len(named) + len(told) == 2, texts
+    assert len(named) + len(reported) == 2, texts
     for word in {
         "tokens": ("4 tokens", "5 tokens"),
         "many tokens": ("8 tokens", "5 tokens"),

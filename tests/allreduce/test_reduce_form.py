@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 def other_keys() -> dict[str, list[Key | None]]:
     """Return the keys of calls that differ from one call in one argument, by its name."""
     index, scales = torch.zeros((4, 2), dtype=torch.int32), torch.ones(4, 2)
-    said: tuple[Any, ...] = (True, False, torch.empty(4, 256, dtype=BF16))
+    reported: tuple[Any, ...] = (True, False, torch.empty(4, 256, dtype=BF16))
 
     def keys(*inputs: FusedCall, backend: str = "auto") -> list[Key | None]:
         return [call.key(call.tensors(), backend, 0)[0] for call in inputs]
@@ -61,7 +61,7 @@ def other_keys() -> dict[str, list[Key | None]]:
         "backend": [key for name in BACKENDS for key in keys(call, backend=name)],
     }
     for name in OUTPUTS:
-        result[name] = keys(*(call._replace(**{name: each}) for each in said))
+        result[name] = keys(*(call._replace(**{name: each}) for each in reported))
     return result
 
 

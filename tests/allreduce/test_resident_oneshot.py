@@ -107,7 +107,7 @@ def partly(group: weft.Group, library: str) -> str:
     with make(group, TOKENS, CASE) as ar:
         PAIR.install(ar, library)
         hurry(ar, 0.5)
-        said = ""
+        reported = ""
         if group.rank == 0:
             sizes = ar.config
             size = (2 * sizes.direct, sizes.row_bytes)
@@ -117,12 +117,12 @@ def partly(group: weft.Group, library: str) -> str:
             norm = torch.full_like(x, 7.0)
             with pytest.raises(PeerTimeout) as caught:
                 ar.fused(x, weight=weight, norm_out=norm, backend="oneshot")
-            said = str(caught.value)
+            reported = str(caught.value)
             assert (norm[:, CASE.hidden // 2 :] == 7.0).all(), (
                 "of what did not come nothing is made"
             )
         group.barrier()
-        return said
+        return reported
 
 
 def test_a_grid_ends_when_half_of_every_row_is_missing(ranks):

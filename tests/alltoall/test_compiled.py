@@ -257,14 +257,14 @@ def test_calls_keep_their_order_and_their_numbers(group):
         assert a2a.history()[-1].epoch == epoch + 2, "two equal calls stay two calls"
     with weft.AllToAll(group, stats=9, **SIZES) as a2a:
 
-        def told(stats: torch.Tensor) -> torch.Tensor:
+        def exchange_stats(stats: torch.Tensor) -> torch.Tensor:
             received = a2a.dispatch(*args, stats=stats)
             assert received.stats is not None
             seen = received.stats * 1
             a2a.combine(received.x)
             return seen
 
-        traced = compiled(told, PLAIN)
+        traced = compiled(exchange_stats, PLAIN)
         counts = [torch.arange(9, dtype=torch.int32) + rank for rank in range(group.size)]
         for number in range(3):
             got = traced(counts[group.rank] + number)

@@ -175,8 +175,8 @@ def test_a_phase_ends_when_a_peer_is_absent(ranks, phase):
     texts = ranks(RANKS, "emulated")(alone, phase)
     for rank in (0, 2):
         seen = f"rank {rank}, {phase}: rank 1 did not publish epoch 2"
-        heard = f"rank {rank}, {phase}: rank {2 - rank} waited in vain for rank 1"
-        assert seen in texts[rank] or heard in texts[rank], texts[rank]
+        reported = f"rank {rank}, {phase}: rank {2 - rank} waited in vain for rank 1"
+        assert seen in texts[rank] or reported in texts[rank], texts[rank]
 
 
 @pytest.mark.parametrize("name", PROFILED)

@@ -127,18 +127,18 @@ def repeats(group: weft.Group) -> tuple[str, str]:
     x, d = tokens(group.rank)[:1].to(group.device), group.device
     ids = torch.tensor([[5, 9, 5, 2]], dtype=torch.int32, device=d)
     sizes = {"max_tokens": 4, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": HIDDEN}
-    said = []
+    reported = []
     with weft.AllToAll(group, **sizes) as a2a:
         received = a2a.dispatch(x, ids)
         settle(group.device)
-        mine = received.ids[group.rank, 0].tolist()
-        here = [e in a2a.local_experts for e in ids[0].tolist()]
-        assert [i >= 0 for i in mine] == here  # both as they stand
+        own = received.ids[group.rank, 0].tolist()
+        local = [e in a2a.local_experts for e in ids[0].tolist()]
+        assert [i >= 0 for i in own] == local  # both as they stand
         a2a.combine()
         settle(group.device)
         with pytest.raises(BadExpertId) as caught:
             a2a.check()
-        said.append(str(caught.value))
+        reported.append(str(caught.value))
     with weft.LowLatencyAllToAll(group, **sizes, quantize=None) as low:
         got = low.dispatch(x, ids)
         settle(group.device)
@@ -149,8 +149,8 @@ def repeats(group: weft.Group) -> tuple[str, str]:
         assert out[0].tolist() == [3.0] * HIDDEN
         with pytest.raises(BadExpertId) as caught:
             low.check()
-        said.append(str(caught.value))
-    return said[0], said[1]
+        reported.append(str(caught.value))
+    return reported[0], reported[1]
 
 
 @pytest.mark.parametrize("kind", ANY)
@@ -169,13 +169,13 @@ def test_wild_counts_of_layers_change_nothing_else(group, mode):
     config = weft.MoEConfig(HIDDEN, 64, Routing(EXPERTS, TOP_K))
     device = group.device
 
-    def mine(local: tuple[int, ...]) -> ExpertWeights:
+    def stack_local(local: tuple[int, ...]) -> ExpertWeights:
         return ExpertWeights.stack(config, [Expert.seeded(config, e) for e in local], device)
 
     x = tokens(group.rank).to(device)
     logits = torch.randn((TOKENS, EXPERTS), generator=torch.Generator().manual_seed(5)).to(device)
     options = {"mode": mode, "overlap": "none", "gemm": "torch"}
-    with weft.MoE(group, config, mine, max_tokens=TOKENS, **options) as layer:  # type: ignore[arg-type]
+    with weft.MoE(group, config, stack_local, max_tokens=TOKENS, **options) as layer:  # type: ignore[arg-type]
         before = layer(x, logits)
         for count, rows in ((-(2**31), 0), (-1, 0), (TOKENS + 1, TOKENS), (2**31 - 1, TOKENS)):
             number = torch.tensor([count], dtype=torch.int32, device=device)

@@ -99,11 +99,11 @@ def forked(group: weft.Group, kind: str) -> tuple[str, bool]:
     with KINDS[kind].open(group) as op:
         op.round()
         group.barrier()
-        said = ""
+        reported = ""
         if group.rank == 0:
-            said = in_a_child(op)
+            reported = in_a_child(op)
         result = op.round(2.0)
-        return said, bool((result == result[0, 0]).all()) and float(result[0, 0]) == 4.0
+        return reported, bool((result == result[0, 0]).all()) and float(result[0, 0]) == 4.0
 
 
 def in_a_child(op: Operator) -> str:
@@ -124,16 +124,16 @@ def in_a_child(op: Operator) -> str:
         os._exit(0)
     os.close(writer)
     with open(reader) as pipe:
-        said = pipe.read()
+        reported = pipe.read()
     assert os.waitpid(child, 0)[1] == 0
-    return said
+    return reported
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_a_forked_child_does_not_act_for_its_parent(ranks, kind):
-    (said, right), (_, right_too) = ranks(2, "cpu")(forked, kind)
-    used, closed = said.split("\n")
+    (reported, right), (_, right_too) = ranks(2, "cpu")(forked, kind)
+    used, closed = reported.split("\n")
     assert used.startswith("OutOfOrder: ")
     assert "a forked child: this " in used
     assert closed == "done"  # it gives back nothing, and notifies nobody
@@ -145,7 +145,7 @@ def closed_from_a_thread(group: weft.Group, kind: str, aborts: bool) -> str:
     """Close an object from a watchdog thread while the main thread waits in it."""
     op = KINDS[kind].open(group)
     op.round()
-    said = ""
+    reported = ""
     if group.rank == 0:
 
         def watchdog() -> None:
@@ -159,7 +159,7 @@ def closed_from_a_thread(group: weft.Group, kind: str, aborts: bool) -> str:
         thread.start()
         with pytest.raises((Aborted, OutOfOrder)) as caught:  # a GPU's call may return before
             op.round()  # rank 1 does not come
-        said = str(caught.value)
+        reported = str(caught.value)
         thread.join()
         with pytest.raises((Aborted, OutOfOrder), match="closed"):
             op.round()
@@ -169,7 +169,7 @@ def closed_from_a_thread(group: weft.Group, kind: str, aborts: bool) -> str:
         with pytest.raises(Aborted if aborts else PeerLeft, match="rank 0"):
             op.rounds(2)  # what rank 0 had sent may be enough for a first one
         op.made.close()
-    return said
+    return reported
 
 
 # On a GPU a call has returned when its kernel waits, and a close lets what is enqueued come to its
@@ -184,6 +184,6 @@ def closed_from_a_thread(group: weft.Group, kind: str, aborts: bool) -> str:
 )
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_any_thread_may_close_while_a_call_waits(ranks, kind, device, aborts):
-    said = ranks(2, device)(closed_from_a_thread, kind, aborts)[0]
-    assert "this rank" in said
-    assert "called abort()" in said or not aborts
+    reported = ranks(2, device)(closed_from_a_thread, kind, aborts)[0]
+    assert "this rank" in reported
+    assert "called abort()" in reported or not aborts

@@ -169,8 +169,8 @@ def serving() -> None:
         parser.add_argument(f"--{name}", type=int)
     inputs, _ = parser.parse_known_args()
     decoded = f"{inputs.base_url}/decoded/{inputs.max_concurrency}/{inputs.num_prompts}"
-    with urllib.request.urlopen(decoded, timeout=60) as said:
-        itl = inputs.max_concurrency * (0.5 if json.load(said)["weft"] else 1.0)
+    with urllib.request.urlopen(decoded, timeout=60) as reported:
+        itl = inputs.max_concurrency * (0.5 if json.load(reported)["weft"] else 1.0)
     line = {"completed": inputs.num_prompts, "median_itl_ms": itl, "p99_itl_ms": 3 * itl}
     line |= {"median_ttft_ms": 10 * itl, "output_throughput": 1000 / itl, "itls": [1.0] * 1000}
     with open(inputs.output_file, "a") as file:

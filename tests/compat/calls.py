@@ -136,20 +136,20 @@ def play(
     """
     device = a2a.group.device
     sent = [rows(seed, r, tokens[r], kinds) for r in range(RANKS)]
-    mine = [t.to(device) for t in sent[a2a.ep_rank]]
+    own = [t.to(device) for t in sent[a2a.ep_rank]]
     received = a2a.dispatch(
-        token_selected_experts=mine[-2],
-        input_payloads=mine,
+        token_selected_experts=own[-2],
+        input_payloads=own,
         runtime_max_tokens_per_rank=runtime_max,
         invalid_token_expert_id=invalid,
-        expert_id_payload_index=len(mine) - 2,
+        expert_id_payload_index=len(own) - 2,
     )
-    assert [t.shape[:2] for t in received] == [(RANKS, runtime_max)] * len(mine)
+    assert [t.shape[:2] for t in received] == [(RANKS, runtime_max)] * len(own)
     assert all(t.is_contiguous() for t in received)
     check_received(received, sent, a2a.ep_rank, runtime_max, invalid)
     y, output = identity(received, experts_of(a2a.ep_rank).to(device)), None
     if way == "copied":
-        payload, output = y, torch.full((len(mine[0]), HIDDEN), float("nan")).bfloat16().to(device)
+        payload, output = y, torch.full((len(own[0]), HIDDEN), float("nan")).bfloat16().to(device)
     else:
         payload = a2a.get_combine_payload_tensor_in_workspace(runtime_max, HIDDEN, torch.bfloat16)
         payload.copy_(y)

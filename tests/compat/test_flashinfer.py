@@ -108,8 +108,8 @@ def untouched(group: weft.Group) -> None:
     x = torch.ones((4, HIDDEN), dtype=torch.bfloat16)
     with make(group) as a2a:
         received = a2a.dispatch(ids, [x, ids, weights], 4, expert_id_payload_index=1)
-        mine = torch.isin(ids, experts_of(group.rank)).any(dim=1)
-        assert torch.equal(received[1][group.rank][mine], ids[mine])
+        own = torch.isin(ids, experts_of(group.rank)).any(dim=1)
+        assert torch.equal(received[1][group.rank][own], ids[own])
         a2a.combine(received[0].clone(), 4)
 
 

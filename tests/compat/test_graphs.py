@@ -159,7 +159,7 @@ def flashinfer_sizes(group: weft.Group, in_workspace: bool) -> None:
         group=group,
     )  # fmt: skip
     placement = weft.Placement.blocks(EXPERTS, ranks)
-    mine = torch.tensor(placement.experts_of(group.rank), device=device)
+    own = torch.tensor(placement.experts_of(group.rank), device=device)
     made = []
     for tokens in (MOST, 3, 1):
         x, ids, weights = (t.to(device) for t in tokens_of(group.rank, tokens, tokens))
@@ -169,7 +169,7 @@ def flashinfer_sizes(group: weft.Group, in_workspace: bool) -> None:
         def step(given: Tensors = given, out: torch.Tensor = out) -> None:
             x, ids, weights = given
             rows = a2a.dispatch(ids, [x, ids, weights], len(x), EXPERTS, 1)
-            y = identity(rows, mine)
+            y = identity(rows, own)
             if in_workspace:
                 place = a2a.get_combine_payload_tensor_in_workspace(len(x), HIDDEN, BF16)
                 y = place.copy_(y)

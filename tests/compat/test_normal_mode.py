@@ -141,16 +141,16 @@ def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
     assert buffer.is_sm90_compiled()
     forms = ((0, 1, 0, 1), (1, 0, 1, 1), (1, 1, 0, 0), (0, 0, 1, 0))
     for previous, finishes, fp8, with_topk in (map(bool, form) for form in forms):
-        mine, want = on(group, batches[group.rank]), expected(batches, group.rank)
+        own, want = on(group, batches[group.rank]), expected(batches, group.rank)
         if previous:
-            mine, want = mine._replace(ids=mine.ids.int()), want._replace(ids=want.ids.int())
+            own, want = own._replace(ids=own.ids.int()), want._replace(ids=want.ids.int())
         again: dict[str, Any] = {"config": config, "async_finish": finishes}
         if previous:
             again["previous_event"] = buffer.capture()
-        args = {**again, **layout(buffer, mine)}
+        args = {**again, **layout(buffer, own)}
         if with_topk:
-            args |= {"topk_idx": mine.ids, "topk_weights": mine.weights}
-        inputs = mine.fp8() if fp8 else mine.x
+            args |= {"topk_idx": own.ids, "topk_weights": own.weights}
+        inputs = own.fp8() if fp8 else own.x
         got, ids, weights, counts, handle, event = buffer.dispatch(inputs, **args)
         assert handle is not None
         event.current_stream_wait()
@@ -192,7 +192,7 @@ def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
         if not fp8:
             same(out, summed(batches[group.rank], group.size))
         if with_topk:
-            same(sums, torch.where(mine.ids >= 0, mine.weights, 0.0).cpu())
+            same(sums, torch.where(own.ids >= 0, own.weights, 0.0).cpu())
         else:
             assert sums is None
     buffer.check()
@@ -235,24 +235,24 @@ def training(group: weft.Group, buffer: Buffer) -> None:
     layers = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1)]
     kept = []
     for batches in layers:
-        mine, want = on(group, batches[group.rank]), expected(batches, group.rank)
-        args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
+        own, want = on(group, batches[group.rank]), expected(batches, group.rank)
+        args = {**layout(buffer, own), "topk_idx": own.ids, "topk_weights": own.weights}
         before = buffer.capture()
         x, _, weights, _, handle, event = buffer.dispatch(
-            mine.x, **args, previous_event=before, async_finish=True, allocate_on_comm_stream=True
+            own.x, **args, previous_event=before, async_finish=True, allocate_on_comm_stream=True
         )
         event.current_stream_wait()
         assert handle is not None
         out, _, event = buffer.combine(whole(x), handle, async_finish=True)
         event.current_stream_wait()
         same(out, summed(batches[group.rank], ranks))
-        kept.append((batches, mine, want, whole(x), weights, handle))
-    for batches, mine, want, x, weights, handle in reversed(kept):
-        gradient, *_ = buffer.dispatch(mine.x, handle=handle, async_finish=True)
+        kept.append((batches, own, want, whole(x), weights, handle))
+    for batches, own, want, x, weights, handle in reversed(kept):
+        gradient, *_ = buffer.dispatch(own.x, handle=handle, async_finish=True)
         same(whole(gradient), want.x)
         back, of_weights, _ = buffer.combine(whole(gradient), handle, topk_weights=weights)
         same(back, summed(batches[group.rank], ranks))
-        same(of_weights, torch.where(mine.ids >= 0, mine.weights, 0.0).cpu())
+        same(of_weights, torch.where(own.ids >= 0, own.weights, 0.0).cpu())
         same(x, want.x)  # what the first dispatch returned is its caller's
     for _ in range(2):  # again, and out of order
         for batches, _, _, x, _, handle in kept:
@@ -262,10 +262,10 @@ def training(group: weft.Group, buffer: Buffer) -> None:
 @buffered()
 def biased(group: weft.Group, buffer: Buffer) -> None:
     batches = [batch(r) for r in range(group.size)]
-    mine = on(group, batches[group.rank])
-    x, handle = sent(buffer, mine)
+    own = on(group, batches[group.rank])
+    x, handle = sent(buffer, own)
     plain = buffer.combine(x, handle)[0].float()
-    one, two = mine.x * 3, -mine.x / 2
+    one, two = own.x * 3, -own.x / 2
     same(buffer.combine(x, handle, bias=one)[0], (plain + one.float()).bfloat16().cpu())
     both = (plain + one.float()).bfloat16().float() + two.float()
     same(buffer.combine(x, handle, bias=(one, two))[0], both.bfloat16().cpu())
@@ -278,8 +278,8 @@ def growing(group: weft.Group, buffer: Buffer) -> list[int]:
     first: tuple[Any, ...] = ()
     for tokens in ((3, 5), (3, 130), (300, 0), (1, 1)):
         batches = [batch(r, tokens) for r in range(group.size)]
-        mine, want = on(group, batches[group.rank]), expected(batches, group.rank)
-        x, _, _, counts, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
+        own, want = on(group, batches[group.rank]), expected(batches, group.rank)
+        x, _, _, counts, handle, _ = buffer.dispatch(own.x, **layout(buffer, own))
         assert handle is not None
         same(whole(x), want.x)
         assert counts == want.counts
@@ -287,8 +287,8 @@ def growing(group: weft.Group, buffer: Buffer) -> list[int]:
         first = first or (whole(x), handle, batches[group.rank])
         (fetch,) = made(buffer, RowFetch)
         result.append(fetch.max_tokens)
-    x, handle, mine = first
-    same(buffer.combine(x, handle)[0], summed(mine, group.size))
+    x, handle, own = first
+    same(buffer.combine(x, handle)[0], summed(own, group.size))
     return result
 
 
@@ -302,35 +302,35 @@ def wrong_on_one_rank(group: weft.Group, buffer: Buffer) -> None:
     """An invalid argument on one rank raises on every rank before rows are sent."""
     ranks = group.size
     batches = [batch(r) for r in range(ranks)]
-    mine = on(group, batches[group.rank])
-    args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
+    own = on(group, batches[group.rank])
+    args = {**layout(buffer, own), "topk_idx": own.ids, "topk_weights": own.weights}
     last = group.rank == ranks - 1
     for value in (EXPERTS, -2, 1 << 40):
-        ids = mine.ids.clone()
+        ids = own.ids.clone()
         if last:
             ids[0, 0] = value
         with pytest.raises(BadExpertId, match=r"rank 1 has 1 entries outside of -1\.\.11"):
-            buffer.dispatch(mine.x, **{**args, "topk_idx": ids})
-    more = mine.ids.repeat(1, 2 if last else 1), mine.weights.repeat(1, 2 if last else 1)
+            buffer.dispatch(own.x, **{**args, "topk_idx": ids})
+    more = own.ids.repeat(1, 2 if last else 1), own.weights.repeat(1, 2 if last else 1)
     text = r"rank [01] called dispatch with top_k \(0: no topk_idx\) [36], this rank, [01], with"
     with pytest.raises(GeometryMismatch, match=text):
-        buffer.dispatch(mine.x, **{**args, "topk_idx": more[0], "topk_weights": more[1]})
-    rows, scales = mine.fp8()
+        buffer.dispatch(own.x, **{**args, "topk_idx": more[0], "topk_weights": more[1]})
+    rows, scales = own.fp8()
     scales = scales.view(torch.int32) if last else scales
     text = r"called dispatch with integers as scales \(1: yes\) [01], this rank, [01], with"
     with pytest.raises(GeometryMismatch, match=text):
         buffer.dispatch((rows, scales), **args)
     counts = args["num_tokens_per_rank"] + last
     with pytest.raises(InvalidArgument, match="num_tokens_per_rank of rank 1 is .* pass both"):
-        buffer.dispatch(mine.x, **{**args, "num_tokens_per_rank": counts})
-    x, handle = sent(buffer, mine)
+        buffer.dispatch(own.x, **{**args, "num_tokens_per_rank": counts})
+    x, handle = sent(buffer, own)
     same(x, expected(batches, group.rank).x)
     same(buffer.combine(x, handle)[0], summed(batches[group.rank], ranks))
     # Without a host that waits, such ids reach nobody, and check raises them.
-    ids = mine.ids.clone()
+    ids = own.ids.clone()
     ids[:, 0] = EXPERTS if last else -1
     bound: dict[str, Any] = {"num_worst_tokens": ranks * max(TOKENS)}
-    _, got, *_ = buffer.dispatch(mine.x, **{**args, "topk_idx": ids}, **bound)
+    _, got, *_ = buffer.dispatch(own.x, **{**args, "topk_idx": ids}, **bound)
     assert got is not None
     assert int(got.max()) < EXPERTS // ranks
     if last:
@@ -344,10 +344,10 @@ def rows_that_do_not_fit(group: weft.Group, buffer: Buffer) -> None:
     batches = [batch(r) for r in range(group.size)]
     every = torch.tensor([0, EXPERTS // 2, -1])  # both ranks
     batches = [b._replace(ids=every.repeat(len(b.ids), 1)) for b in batches]
-    mine = on(group, batches[group.rank])
-    args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
+    own = on(group, batches[group.rank])
+    args = {**layout(buffer, own), "topk_idx": own.ids, "topk_weights": own.weights}
     bound = (10, 18)[group.rank]
-    got, ids, _, _, handle, _ = buffer.dispatch(mine.x, **args, num_worst_tokens=bound)
+    got, ids, _, _, handle, _ = buffer.dispatch(own.x, **args, num_worst_tokens=bound)
     assert ids is not None
     want = expected(batches, group.rank)
     same(whole(got)[:14], want.x[:bound])
@@ -367,28 +367,28 @@ def mixed_handles(group: weft.Group, buffer: Buffer) -> None:
     few, many = ([batch(r, (n,) * ranks, n) for r in range(ranks)] for n in (2, 40))
     handles = []
     for batches in (few, many):
-        mine = on(group, batches[group.rank])
-        handles.append((*sent(buffer, mine), mine))
-    x, handle, mine = handles[min(group.rank, 1)]
-    got, *_ = buffer.dispatch(mine.x, handle=handle)
+        own = on(group, batches[group.rank])
+        handles.append((*sent(buffer, own), own))
+    x, handle, own = handles[min(group.rank, 1)]
+    got, *_ = buffer.dispatch(own.x, handle=handle)
     assert whole(got).shape == x.shape
-    assert buffer.combine(x, handle)[0].shape == mine.x.shape
-    x, handle, mine = handles[1]
-    same(whole(buffer.dispatch(mine.x, handle=handle)[0]), expected(many, group.rank).x)
+    assert buffer.combine(x, handle)[0].shape == own.x.shape
+    x, handle, own = handles[1]
+    same(whole(buffer.dispatch(own.x, handle=handle)[0]), expected(many, group.rank).x)
     same(buffer.combine(x, handle)[0], summed(many[group.rank], ranks))
 
 
 def left_alone(group: weft.Group) -> str:
     """A rank destroys its buffer while the other dispatches: it raises before the deadline."""
-    buffer, mine = Buffer(group, timeout=600.0, first_timeout=600.0), on(group, batch(group.rank))
-    args = layout(buffer, mine)
-    buffer.combine(*sent(buffer, mine))
+    buffer, own = Buffer(group, timeout=600.0, first_timeout=600.0), on(group, batch(group.rank))
+    args = layout(buffer, own)
+    buffer.combine(*sent(buffer, own))
     group.barrier()
     if group.rank == 1:
         buffer.destroy()
         return ""
     with pytest.raises(PeerLeft) as raised:
-        buffer.dispatch(mine.x, **args)
+        buffer.dispatch(own.x, **args)
     with pytest.raises(PeerLeft):
         buffer.check()
     return str(raised.value)
@@ -406,40 +406,40 @@ def refused(group: weft.Group) -> None:
         Buffer(group, 8, 8)
     with pytest.raises(InvalidArgument, match="enable_shrink is True"):
         Buffer(group, enable_shrink=True)
-    buffer, other, mine = Buffer(group), Buffer(group), on(group, batch(group.rank))
-    args = layout(buffer, mine)
-    topk: dict[str, Any] = {"topk_idx": mine.ids, "topk_weights": mine.weights}
-    x, handle = sent(buffer, mine)
-    numbers, scales = mine.fp8()
+    buffer, other, own = Buffer(group), Buffer(group), on(group, batch(group.rank))
+    args = layout(buffer, own)
+    topk: dict[str, Any] = {"topk_idx": own.ids, "topk_weights": own.weights}
+    x, handle = sent(buffer, own)
+    numbers, scales = own.fp8()
     bad: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"x": mine.x[:, :4].contiguous()}, "x has rows of 8 bytes"),
-        ({"x": (mine.x, scales)}, r"x\[0\] has dtype torch.bfloat16"),
+        ({"x": own.x[:, :4].contiguous()}, "x has rows of 8 bytes"),
+        ({"x": (own.x, scales)}, r"x\[0\] has dtype torch.bfloat16"),
         ({"x": (numbers, scales[1:])}, r"x\[1\] has shape"),
         ({"num_tokens_per_rank": None}, "num_tokens_per_rank is None; .* or pass a handle"),
-        ({"topk_idx": mine.ids}, "topk_idx without topk_weights"),
-        ({"topk_weights": mine.weights}, "topk_weights without topk_idx"),
+        ({"topk_idx": own.ids}, "topk_idx without topk_weights"),
+        ({"topk_weights": own.weights}, "topk_weights without topk_idx"),
         ({"num_worst_tokens": 100}, "num_worst_tokens is 100 without topk_idx"),
         ({**topk, "handle": handle}, "topk_idx is a tensor .* a dispatch with a handle sends rows"),
-        ({"x": mine.x[1:], "handle": handle}, "x has 4 tokens, but the handle's dispatch had 5"),
+        ({"x": own.x[1:], "handle": handle}, "x has 4 tokens, but the handle's dispatch had 5"),
     )
     for change, text in bad:
         with pytest.raises(InvalidArgument, match=text):
-            buffer.dispatch(**{"x": mine.x, **args, **change})
+            buffer.dispatch(**{"x": own.x, **args, **change})
     with pytest.raises(TokenOverflow, match="num_worst_tokens is 4, but this rank, one of 1, has"):
-        buffer.dispatch(mine.x, **args, **topk, num_worst_tokens=4)
+        buffer.dispatch(own.x, **args, **topk, num_worst_tokens=4)
     with pytest.raises(InvalidArgument, match=r"bias\[1\] has dtype"):
-        buffer.combine(x, handle, bias=(mine.x, mine.x.float()))
-    for call in (lambda: other.combine(x, handle), lambda: other.dispatch(mine.x, handle)):
+        buffer.combine(x, handle, bias=(own.x, own.x.float()))
+    for call in (lambda: other.combine(x, handle), lambda: other.dispatch(own.x, handle)):
         with pytest.raises(OutOfOrder, match="not of a dispatch of this buffer"):
             call()
     with pytest.raises(InvalidArgument, match="low_latency_mode is False; it must be True"):
-        buffer.low_latency_dispatch(mine.x, mine.ids, 8, EXPERTS)
+        buffer.low_latency_dispatch(own.x, own.ids, 8, EXPERTS)
     for each in (buffer, other):
         each.destroy()
     late: tuple[Any, ...] = (
         lambda: buffer.combine(x, handle),
-        lambda: buffer.dispatch(mine.x, handle),
-        lambda: buffer.get_dispatch_layout(mine.ids, EXPERTS),
+        lambda: buffer.dispatch(own.x, handle),
+        lambda: buffer.get_dispatch_layout(own.ids, EXPERTS),
     )
     for call in late:
         with pytest.raises(OutOfOrder, match="destroyed"):
@@ -480,20 +480,20 @@ def sglangs(group: weft.Group) -> None:
         allow_mnnvl=False,
     )
     batches = [batch(r) for r in range(group.size)]
-    mine, want = on(group, batches[group.rank]), expected(batches, group.rank)
+    own, want = on(group, batches[group.rank]), expected(batches, group.rank)
     for finishes in (False, True, False):
         flags: dict[str, Any] = {"async_finish": finishes}
         flags["previous_event"] = previous = buffer.capture() if finishes else None
         flags["allocate_on_comm_stream"] = previous is not None
         per_rank, per_rdma_rank, per_expert, in_rank, previous = buffer.get_dispatch_layout(
-            mine.ids, EXPERTS, **flags
+            own.ids, EXPERTS, **flags
         )
         flags["previous_event"] = previous
         flags["allocate_on_comm_stream"] = previous is not None and finishes
         got, ids, weights, counts, handle, event = buffer.dispatch(
-            mine.fp8(),
-            topk_idx=mine.ids,
-            topk_weights=mine.weights,
+            own.fp8(),
+            topk_idx=own.ids,
+            topk_weights=own.weights,
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_rdma_rank,
             is_token_in_rank=in_rank,
@@ -516,22 +516,20 @@ def sglangs(group: weft.Group) -> None:
         assert nothing is None
         same(out, summed(batches[group.rank], group.size))
         buffer.clean_low_latency_buffer(16, HIDDEN, EXPERTS)
-        rows, _, low, _, _ = buffer.low_latency_dispatch(
-            mine.x, mine.ids, 16, EXPERTS, use_fp8=False
-        )
-        out = buffer.low_latency_combine(whole(rows), mine.ids, mine.weights, low)[0]
-        kept = torch.where(mine.ids >= 0, mine.weights, 0.0).sum(dim=1, keepdim=True)
-        assert torch.allclose(out.float(), mine.x.float() * kept, rtol=2e-2, atol=2e-2)
+        rows, _, low, _, _ = buffer.low_latency_dispatch(own.x, own.ids, 16, EXPERTS, use_fp8=False)
+        out = buffer.low_latency_combine(whole(rows), own.ids, own.weights, low)[0]
+        kept = torch.where(own.ids >= 0, own.weights, 0.0).sum(dim=1, keepdim=True)
+        assert torch.allclose(out.float(), own.x.float() * kept, rtol=2e-2, atol=2e-2)
     buffer.check()
     buffer.destroy()
 
 
 @buffered()
 def none_made(group: weft.Group, buffer: Buffer) -> None:
-    mine = on(group, batch(group.rank))
+    own = on(group, batch(group.rank))
     text = f"a dispatch to {EXPERTS} experts is new in a graph capture"
     with pytest.raises(InvalidArgument, match=text):
-        buffer.dispatch(mine.x, **layout(buffer, mine))
+        buffer.dispatch(own.x, **layout(buffer, own))
 
 
 def test_a_capture_makes_no_exchange(ranks, monkeypatch):
@@ -543,14 +541,14 @@ def test_a_capture_makes_no_exchange(ranks, monkeypatch):
 def not_everywhere(group: weft.Group, buffer: Buffer) -> None:
     """If one rank cannot load a kernel, no rank keeps the exchange; a retry works."""
     batches = [batch(r) for r in range(group.size)]
-    mine = on(group, batches[group.rank])
+    own = on(group, batches[group.rank])
     with pytest.MonkeyPatch.context() as patch:
         if group.rank:
             patch.setattr(row_exchange, "load_entries", None)
         with pytest.raises(CreationFailed, match="an exchange of rows failed on rank 1 of 2"):
-            buffer.dispatch(mine.x, **layout(buffer, mine))
+            buffer.dispatch(own.x, **layout(buffer, own))
         assert not made(buffer, RowFetch)
-    same(buffer.combine(*sent(buffer, mine))[0], summed(batches[group.rank], group.size))
+    same(buffer.combine(*sent(buffer, own))[0], summed(batches[group.rank], group.size))
 
 
 def test_a_kernel_that_one_rank_cannot_load(ranks):
@@ -562,14 +560,14 @@ def in_turns(group: weft.Group, buffer: Buffer) -> None:
     """Use streams that wait only for the passed events, as callers of deep_ep may."""
     ranks = group.size
     batches = [batch(r, (300, 200)) for r in range(ranks)]
-    mine, want = on(group, batches[group.rank]), expected(batches, group.rank)
-    args = layout(buffer, mine)
+    own, want = on(group, batches[group.rank]), expected(batches, group.rank)
+    args = layout(buffer, own)
     torch.cuda.synchronize()
     streams: list[Any] = [torch.cuda.Stream() for _ in range(2)]
     kept = []
     for turn in range(6):
         with torch.cuda.stream(streams[turn % 2]):
-            x, _, _, _, handle, event = buffer.dispatch(mine.x, **args, async_finish=True)
+            x, _, _, _, handle, event = buffer.dispatch(own.x, **args, async_finish=True)
         with torch.cuda.stream(streams[(turn + turn // 2) % 2]):
             assert handle is not None
             out, _, _ = buffer.combine(whole(x), handle, previous_event=event)
@@ -585,12 +583,12 @@ def captured(group: weft.Group, buffer: Buffer) -> None:
     """Capture dispatch and combine with a bound of rows in a graph each."""
     ranks = group.size
     batches = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1, 2)]
-    mine = on(group, batches[0][group.rank])
+    own = on(group, batches[0][group.rank])
     graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
 
     def dispatch() -> Any:
-        args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
-        return buffer.dispatch(mine.x, **args, num_worst_tokens=ranks * max(TOKENS))
+        args = {**layout(buffer, own), "topk_idx": own.ids, "topk_weights": own.weights}
+        return buffer.dispatch(own.x, **args, num_worst_tokens=ranks * max(TOKENS))
 
     warm = dispatch()
     buffer.combine(warm[0], warm[4])
@@ -601,7 +599,7 @@ def captured(group: weft.Group, buffer: Buffer) -> None:
         out, _, _ = buffer.combine(x, handle)
     assert counts == []
     for drawn in batches:
-        for place, value in zip(mine, drawn[group.rank], strict=True):
+        for place, value in zip(own, drawn[group.rank], strict=True):
             place.copy_(value)
         graphs[0].replay()
         want = expected(drawn, group.rank)

@@ -48,17 +48,17 @@ def compile_emulated(name: str, shape: Shape) -> Path:
 
 @buffered(timeout=600.0)
 def emulated(group: weft.Group, buffer: Buffer) -> None:
-    mine = on(group, batch(group.rank, TOKENS))
-    args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
-    got, _, weights, _, handle, _ = buffer.dispatch(mine.x, **args)
+    own_rows = on(group, batch(group.rank, TOKENS))
+    args = {**layout(buffer, own_rows), "topk_idx": own_rows.ids, "topk_weights": own_rows.weights}
+    got, _, weights, _, handle, _ = buffer.dispatch(own_rows.x, **args)
     assert handle is not None
-    got_fp8, *_ = buffer.dispatch(mine.fp8(), handle=handle)
+    got_fp8, *_ = buffer.dispatch(own_rows.fp8(), handle=handle)
     x = whole(got) * 3
 
     def calls() -> list[torch.Tensor]:
         sums, of_weights, _ = buffer.combine(x, handle, weights)
-        rows, *_ = buffer.dispatch(mine.x, handle=handle)
-        numbers, *_ = buffer.dispatch(mine.fp8(), handle=handle)
+        rows, *_ = buffer.dispatch(own_rows.x, handle=handle)
+        numbers, *_ = buffer.dispatch(own_rows.fp8(), handle=handle)
         assert of_weights is not None
         return [sums, of_weights, whole(rows), *numbers]
 
@@ -92,21 +92,21 @@ def test_the_kernels_equal_the_cpu_kernels(ranks):
 @buffered(timeout=600.0)
 def packed(group: weft.Group, buffer: Buffer) -> None:
     """Pack as many rows as arrive, more, and fewer, where the rest is dropped."""
-    mine = on(group, batch(group.rank, TOKENS))
-    args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
+    own_rows = on(group, batch(group.rank, TOKENS))
+    args = {**layout(buffer, own_rows), "topk_idx": own_rows.ids, "topk_weights": own_rows.weights}
     room = (2 * max(TOKENS), 1)[group.rank]  # rank 1 has no more than a row for what comes
 
     def calls() -> list[torch.Tensor]:
-        exact = buffer.dispatch(mine.x, **args)
-        more = buffer.dispatch(mine.x, **args, num_worst_tokens=2 * max(TOKENS))
+        exact = buffer.dispatch(own_rows.x, **args)
+        more = buffer.dispatch(own_rows.x, **args, num_worst_tokens=2 * max(TOKENS))
         after = whole(more[0])[: len(exact[0])]  # rows that nobody sent hold anything
         result = [t for t in (*exact[:3], after, *more[1:3]) if isinstance(t, torch.Tensor)]
         assert len(result) == 6
         (finding,) = made(buffer, RowDispatch)
         into = [torch.full((room + 2, size), 77, dtype=torch.uint8) for size in (24, 12)]
-        sent = mine.ids.view(torch.uint8), mine.weights.view(torch.uint8)
+        sent = own_rows.ids.view(torch.uint8), own_rows.weights.view(torch.uint8)
         ranks = rank_layout.announcement(
-            (), None, rank_layout.dispatch_layout(mine.ids, 12, 2), None
+            (), None, rank_layout.dispatch_layout(own_rows.ids, 12, 2), None
         )[1]
         finding.run(sent, ranks, [t[:room] for t in into])
         if group.rank == 1:
@@ -141,8 +141,8 @@ def test_kernels_pack_as_the_cpu_does(ranks):
 @buffered()
 def misled(group: weft.Group, buffer: Buffer) -> None:
     """With overwritten tensors of a handle, nothing is stored outside of the inbox's rows."""
-    mine = on(group, batch(group.rank, (40, 40)))
-    x, handle = sent(buffer, mine)
+    own = on(group, batch(group.rank, (40, 40)))
+    x, handle = sent(buffer, own)
     want = buffer.combine(x, handle)[0]
     (exchange,) = made(buffer, RowCombine)
     share = exchange.a2a.heap.tensor((exchange.a2a.config.offsets.share_bytes,), torch.uint8)

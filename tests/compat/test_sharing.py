@@ -104,13 +104,13 @@ def other_rows(group: weft.Group) -> None:
         with make(group) as a2a:
             for _ in range(3):
                 weights_seen = a2a.dispatch(ids, [x, ids, weights], limit)[2]
-                mine = torch.isin(ids, experts_of(group.rank)).any(dim=1)
+                own = torch.isin(ids, experts_of(group.rank)).any(dim=1)
                 y = torch.full((RANKS, limit, narrow), group.rank + 1.0, dtype=half)
                 if inside:
                     y = a2a.get_combine_payload_tensor_in_workspace(limit, narrow, half)
                     y.fill_(group.rank + 1.0)
-                seen = weights_seen[group.rank, : len(ids)][mine]
-                assert torch.equal(seen, weights[mine])  # also when another carrier takes y
+                seen = weights_seen[group.rank, : len(ids)][own]
+                assert torch.equal(seen, weights[own])  # also when another carrier takes y
                 sent = ids.clone()
                 ids.fill_(-1)  # the caller's again: combine does not read it
                 out = a2a.combine(y, limit, payload_in_workspace=inside)

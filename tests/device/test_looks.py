@@ -14,8 +14,8 @@ OK, MISMATCH, ABORTED = 0, 5, 6
 
 def test_one_wait_polls_for_all():
     program = compile_program(SOURCE, name="looks")
-    said = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
-    result = {name: list(map(int, words)) for name, *words in map(str.split, said.splitlines())}
+    reported = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+    result = {name: list(map(int, words)) for name, *words in map(str.split, reported.splitlines())}
     assert result == {
         "looks": [10],  # in 160 us, of 2560 waits
         "asked": [OK, ABORTED],

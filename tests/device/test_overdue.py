@@ -18,9 +18,9 @@ NEVER = -1
 def is_overdue(rank: int, peer: int, epoch: int, waited: int, seen_ago: int = NEVER) -> bool:
     program = compile_program(SOURCE, name="overdue")
     words = [str(program), *map(str, (rank, peer, epoch, waited, seen_ago))]
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    assert said in ("overdue", "in time")
-    return said == "overdue"
+    reported = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    assert reported in ("overdue", "in time")
+    return reported == "overdue"
 
 
 @pytest.mark.parametrize(("epoch", "deadline"), [(FIRST, 8000), (LATER, 1000)])

@@ -13,8 +13,8 @@ SOURCE = Path(__file__).with_name("quotient.cpp")
 
 def test_scales_are_rounded_once_however_a_gpu_rounds_its_reciprocals():
     program = compile_program(SOURCE, name="quotient")
-    said = subprocess.run([str(program), "1009"], capture_output=True, text=True)
-    assert said.returncode == 0, said.stdout + said.stderr
-    tried = int(said.stdout.split()[2])
-    assert said.stdout.startswith("0 of ")
+    reported = subprocess.run([str(program), "1009"], capture_output=True, text=True)
+    assert reported.returncode == 0, reported.stdout + reported.stderr
+    tried = int(reported.stdout.split()[2])
+    assert reported.stdout.startswith("0 of ")
     assert tried > 5 * 2**23

@@ -107,7 +107,7 @@ def test_a_wrong_figure_and_a_table_without_a_source_are_found():
 
 
 def test_every_file_of_figures_is_named():
-    told = "".join(TEXTS.values())
+    reported = "".join(TEXTS.values())
     names = [path.relative_to(RECORDS).as_posix() for path in RECORDS.glob("*/*.json*")]
     assert len(names) > 50
-    assert not [name for name in names if name not in told]
+    assert not [name for name in names if name not in reported]

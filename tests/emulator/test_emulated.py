@@ -72,7 +72,7 @@ def half_a_row(
         ar._kernels = entries
         entries.plans[backend, TOKENS] = shapes[BACKENDS.index(backend)]
         x = case.rows(group.rank, group.device)
-        said = ""
+        reported = ""
         if group.rank == 0:
             sizes = ar.config
             slots = ar.heap.tensor(
@@ -82,11 +82,11 @@ def half_a_row(
             try:
                 ar.fused(x, weight=case.shared(group.device)[1], backend=backend)
             except PeerTimeout as error:
-                said = str(error)
+                reported = str(error)
             with pytest.raises(PeerTimeout):
                 ar.fused(x, backend=backend)
         group.barrier()
-        return said
+        return reported
 
 
 def library(count: int, case: Sum) -> str:
@@ -105,8 +105,8 @@ def test_every_launch_shape_has_the_bits_of_the_reference(ranks, shapes, differ)
 @pytest.mark.parametrize("shapes", [0, 2])
 def test_kernels_end_when_half_of_every_row_is_missing(ranks, shapes, backend, differ):
     case = Sum(TOKENS, 384, differ=differ)
-    said = ranks(2, "threads")(half_a_row, library(2, case), SHAPES[shapes], case, backend)
-    assert "did not come from rank 1" in said[0]
+    reported = ranks(2, "threads")(half_a_row, library(2, case), SHAPES[shapes], case, backend)
+    assert "did not come from rank 1" in reported[0]
 
 
 @pytest.mark.parametrize(

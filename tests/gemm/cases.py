@@ -267,9 +267,9 @@ class Made:
         nowhere = torch.arange(case.rows, device=device) % 7 == 3
         dst_addr[nowhere] = 0
         self.call(Push(dst_addr, dtype, flag_in_data=flag is not None, abort_flag=flag), plan)
-        came, stored = case.live().to(device) & ~nowhere & (not aborted), there[order]
-        assert bool((stored[~came] == UNTOUCHED).all())
-        return stored, came
+        received, stored = case.live().to(device) & ~nowhere & (not aborted), there[order]
+        assert bool((stored[~received] == UNTOUCHED).all())
+        return stored, received
 
 
 @dataclass(frozen=True)

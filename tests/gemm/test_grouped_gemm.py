@@ -200,8 +200,8 @@ def test_rows_are_pushed_to_their_dst_addr(device: str, masked: bool, dtype: tor
     with kernel(device):
         for tile in tiles(device, dtype, gating=False):
             expected = made.call(plan=tile).numbers.reshape(made.case.rows, -1)
-            stored, came = made.pushed(tile)
-            assert torch.equal(stored[came], expected[came])
+            stored, received = made.pushed(tile)
+            assert torch.equal(stored[received], expected[received])
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != FP8])
@@ -262,12 +262,12 @@ def test_rows_with_flag_in_data_have_no_sentinel(dtype: torch.dtype, aborted: in
     dst_addr[live.nonzero()[1]] = 0
     abort_flag = torch.tensor([aborted], dtype=torch.int32)
     made.call(Push(dst_addr, dtype, flag_in_data=True, abort_flag=abort_flag))
-    came = live & (dst_addr != 0) & (aborted == 0)
+    received = live & (dst_addr != 0) & (aborted == 0)
     words = remote.view(torch.int32)
-    assert bool((words[came] != -1).all())
-    assert bool((words[~came] == -1).all())
-    assert torch.equal(remote[came].isnan(), stored[came].isnan())
-    kept, expected = remote[came].float(), stored[came].float()
+    assert bool((words[received] != -1).all())
+    assert bool((words[~received] == -1).all())
+    assert torch.equal(remote[received].isnan(), stored[received].isnan())
+    kept, expected = remote[received].float(), stored[received].float()
     torch.testing.assert_close(kept, expected, rtol=2.0**-7, atol=0.02, equal_nan=True)
 
 

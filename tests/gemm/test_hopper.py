@@ -327,10 +327,12 @@ def test_rows_are_pushed_to_dst_addr_or_nowhere(hopper: Hopper, name: str):
         whole = made.call(STORE, WgmmaPlan(rows)).numbers.reshape(case.rows, case.n)
         for aborted in (None, 0, 1):
             hopper.draw(seed, 2 * (seed % 2))
-            stored, came = made.pushed(WgmmaPlan(rows), BF16, aborted=aborted)
-            assert torch.equal(stored[came], whole[came])
-        stored, came = made.pushed(WgmmaPlan(rows), FP16)
-        assert torch.allclose(stored[came].float(), whole[came].float(), rtol=2.0**-7, atol=0.02)
+            stored, received = made.pushed(WgmmaPlan(rows), BF16, aborted=aborted)
+            assert torch.equal(stored[received], whole[received])
+        stored, received = made.pushed(WgmmaPlan(rows), FP16)
+        assert torch.allclose(
+            stored[received].float(), whole[received].float(), rtol=2.0**-7, atol=0.02
+        )
 
 
 @pytest.mark.parametrize("name", PUSHED)
@@ -384,8 +386,8 @@ def test_biases_and_results_of_other_dtypes(hopper: Hopper, name: str, epilogue:
         got = made.call(STORE, tile, out)
         got.agrees(expected, 2.0**-6)
         if epilogue == "push":
-            stored, came = made.pushed(tile, out)
-            assert torch.equal(stored[came], got.numbers.reshape(case.rows, -1)[came])
+            stored, received = made.pushed(tile, out)
+            assert torch.equal(stored[received], got.numbers.reshape(case.rows, -1)[received])
 
 
 def at_the_brink(tensor: torch.Tensor) -> torch.Tensor:

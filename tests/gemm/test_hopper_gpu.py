@@ -66,8 +66,8 @@ def test_graphs_replay_with_other_counts(dtype: torch.dtype, programmatic: bool,
 
     def both() -> None:
         grouped_gemm(up.a, up.b, out=act, epilogue=GatedQuant(), **kwargs)
-        mine = kwargs | {"a_scale": act[1], "b_scale": down_scale}
-        grouped_gemm(act[0], down, out=out, **mine)
+        own = kwargs | {"a_scale": act[1], "b_scale": down_scale}
+        grouped_gemm(act[0], down, out=out, **own)
 
     both()
     torch.cuda.synchronize()

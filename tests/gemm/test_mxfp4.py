@@ -176,8 +176,8 @@ def test_the_reference_gates_and_pushes():
     made = Case(MXFP4, n=512, bias=True).make()
     how = GatedQuant(1.702, 1.0, 0.7)
     made.call(how).agrees(gated(how, made.oracle()), tolerance=0.08)
-    stored, came = made.pushed()
-    assert torch.equal(stored[came], made.call().numbers[came])
+    stored, received = made.pushed()
+    assert torch.equal(stored[received], made.call().numbers[received])
 
 
 def test_plans_hold_most_experts_in_one_tile():

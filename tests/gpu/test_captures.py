@@ -279,7 +279,7 @@ OPENINGS: dict[str, Callable[[weft.Group, weft.AllToAll], Any]] = {
 
 def open_in_captures(group: weft.Group, name: str) -> list[str]:
     """Open and close in another thread; return what opening in the capturing thread raises."""
-    said = []
+    reported = []
     with all_to_all(group) as a2a:
         torch.cuda.synchronize()
         for mode in STRICT:
@@ -290,9 +290,9 @@ def open_in_captures(group: weft.Group, name: str) -> list[str]:
                 try:
                     OPENINGS[name](group, a2a).close()
                 except WeftError as error:
-                    said.append(str(error))
+                    reported.append(str(error))
             group.barrier()
-    return said
+    return reported
 
 
 @pytest.mark.parametrize("count", RANKS)
@@ -302,9 +302,9 @@ def test_objects_open_during_but_not_inside_a_capture(
 ) -> None:
     if count == 1 and name == "AllReduce":
         pytest.skip("an all-reduce takes two ranks")
-    for said in ranks(count, "cuda")(open_in_captures, name, timeout=600.0):
+    for reported in ranks(count, "cuda")(open_in_captures, name, timeout=600.0):
         if name == "Heap":  # it needs no kernel, and nothing of it is written into a graph
-            assert said == []
+            assert reported == []
         else:
-            assert len(said) == len(STRICT)
-            assert all("before a graph is captured, not in it" in text for text in said)
+            assert len(reported) == len(STRICT)
+            assert all("before a graph is captured, not in it" in text for text in reported)

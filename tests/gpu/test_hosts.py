@@ -73,8 +73,8 @@ def replayed(group: weft.Group) -> None:
         synchronize_ranks(group)
         graph = capture(call)
         for seed in range(20):
-            for mine, new in zip((x, ids, weights), case.next(seed=seed).of(group.rank, x.device)):  # noqa: B905
-                mine.copy_(new)
+            for own, new in zip((x, ids, weights), case.next(seed=seed).of(group.rank, x.device)):  # noqa: B905
+                own.copy_(new)
             graph.replay()
             torch.cuda.synchronize()
             replay = out.clone()

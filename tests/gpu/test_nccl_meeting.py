@@ -36,9 +36,9 @@ def die_on_the_way(group, victim):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_while_meeting_is_named_at_once(victim):
-    told = launch(die_on_the_way, victim, ranks=2, device="cuda", tolerate_deaths=True)
-    assert told[victim] is None
-    kind, text, seconds = told[1 - victim]
+    reported = launch(die_on_the_way, victim, ranks=2, device="cuda", tolerate_deaths=True)
+    assert reported[victim] is None
+    kind, text, seconds = reported[1 - victim]
     assert kind == RendezvousFailed.__name__
     assert re.search(rf"rank {victim} \(pid \d+\) died before all ranks had met", text)
     assert seconds < 40.0

@@ -42,9 +42,9 @@ def every_dtype(group: weft.Group, replays: int) -> dict[str, dict[str, int]]:
 
 def test_a_hundred_thousand_replays_have_the_bits_of_no_overlap(ranks):
     ranks_of = count()
-    told = ranks(ranks_of, "cuda")(every_dtype, 100_000, timeout=140.0)
+    reported = ranks(ranks_of, "cuda")(every_dtype, 100_000, timeout=140.0)
     sound = {"bf16": SOUND, "fp8": SOUND, "fp8 home": {"shared_expert": 0}}
-    assert told == [sound] * ranks_of
+    assert reported == [sound] * ranks_of
 
 
 def every_odd_round(group: weft.Group) -> list[dict[str, int]]:
@@ -56,8 +56,8 @@ def every_odd_round(group: weft.Group) -> list[dict[str, int]]:
 
 def test_late_ranks_and_odd_routing_change_nothing(ranks):
     ranks_of = count()
-    told = ranks(ranks_of, "cuda")(every_odd_round, timeout=140.0)
-    assert told == [[SOUND] * 3] * ranks_of
+    reported = ranks(ranks_of, "cuda")(every_odd_round, timeout=140.0)
+    assert reported == [[SOUND] * 3] * ranks_of
 
 
 def serialised(group: weft.Group) -> list[dict[str, int]]:
@@ -68,8 +68,8 @@ def serialised(group: weft.Group) -> list[dict[str, int]]:
 def test_a_driver_that_serialises_is_no_deadlock(ranks, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     ranks_of = count()
-    told = ranks(ranks_of, "cuda")(serialised, timeout=140.0)
-    assert told == [[SOUND] * 2] * ranks_of
+    reported = ranks(ranks_of, "cuda")(serialised, timeout=140.0)
+    assert reported == [[SOUND] * 2] * ranks_of
 
 
 @triton.jit
@@ -91,16 +91,16 @@ def fill(stream: torch.cuda.Stream, sms: int, done: int) -> None:
 def crowded(group: weft.Group) -> list[dict[str, int]]:
     """Run rounds beside a filler."""
     sms = torch.cuda.get_device_properties(group.device).multi_processor_count
-    told = []
+    reported = []
     for priority in (0, -5):  # as the layer's own streams, and before them
         filler = functools.partial(fill, torch.cuda.Stream(priority=priority), sms)
         filler(0)
         for graphs in (True, False):
-            told.append(replay(group, 600, BF16, filler, graphs=graphs))
-    return told
+            reported.append(replay(group, 600, BF16, filler, graphs=graphs))
+    return reported
 
 
 def test_a_crowded_gpu(ranks):
     ranks_of = count()
-    told = ranks(ranks_of, "cuda")(crowded, timeout=140.0)
-    assert told == [[SOUND] * 4] * ranks_of
+    reported = ranks(ranks_of, "cuda")(crowded, timeout=140.0)
+    assert reported == [[SOUND] * 4] * ranks_of

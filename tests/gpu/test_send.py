@@ -88,7 +88,7 @@ def test_rows_that_a_gemm_stores_are_combined(group):
     graph = capture(layer.run)
     for seed in range(50):
         fresh = CASE.next(seed=seed).of(group.rank, group.device)
-        for mine, new in zip(layer.inputs, fresh[:3], strict=True):
-            mine.copy_(new)
+        for own, new in zip(layer.inputs, fresh[:3], strict=True):
+            own.copy_(new)
         graph.replay()
         layer.check()

@@ -73,13 +73,13 @@ def started(count: int):
 
 def test_no_death_is_reported_after_close() -> None:
     """Of two peers that ended, one is reported; its callback closes, after which none is."""
-    heard: queue.Queue[int] = queue.Queue()
+    reported: queue.Queue[int] = queue.Queue()
     made = threading.Event()
 
     def close_at_once(rank: int) -> None:
         made.wait()
         liveness.close()
-        heard.put(rank)
+        reported.put(rank)
 
     with started(3) as processes:
         peers = {rank: os.pidfd_open(each.pid) for rank, each in enumerate(processes)}
@@ -88,9 +88,9 @@ def test_no_death_is_reported_after_close() -> None:
             each.wait()
         liveness = Liveness(peers, {}, lifelong_pipe(), close_at_once)
         made.set()
-        heard.get(timeout=600.0)
+        reported.get(timeout=600.0)
         liveness._thread.join(600.0)
-    assert heard.empty()
+    assert reported.empty()
     assert not liveness._thread.is_alive()
 
 
@@ -100,26 +100,26 @@ def test_a_pipe_reports_a_death_before_the_process_ends() -> None:
     Their process lives meanwhile: rank 1 is heard only when that has ended, and none twice. Rank 3
     has a pidfd alone.
     """
-    heard: queue.Queue[int] = queue.Queue()
+    reported: queue.Queue[int] = queue.Queue()
     with started(2) as (process, last):
         peers = {rank: os.pidfd_open(process.pid) for rank in (1, 2)} | {3: os.pidfd_open(last.pid)}
         pipes, kept = {}, {}
         for rank in (1, 2):
             pipes[rank], kept[rank] = lifelong_pipe()
-        liveness = Liveness(peers, pipes, lifelong_pipe(), heard.put)
+        liveness = Liveness(peers, pipes, lifelong_pipe(), reported.put)
         os.write(kept[1], b".")
         os.close(kept[1])
         os.close(kept[2])
-        assert heard.get(timeout=600.0) == 2
+        assert reported.get(timeout=600.0) == 2
         assert not liveness.ended(2)
         process.kill()
-        assert heard.get(timeout=600.0) == 1
+        assert reported.get(timeout=600.0) == 1
         process.wait()
         assert liveness.ended(1)
         last.kill()  # heard after what ended before
-        assert heard.get(timeout=600.0) == 3
+        assert reported.get(timeout=600.0) == 3
         liveness.close()
-    assert heard.empty()
+    assert reported.empty()
 
 
 @on_ranks(2, "cpu")

@@ -149,11 +149,11 @@ def rank_that_reads(meeting, data, *, hub):
                     rank.greeting[ours] = None
                     rank._read_hello(ours)
             else:
-                here = Meeting(0, meeting.nonce)
+                local = Meeting(0, meeting.nonce)
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(Meeting, "connect", lambda self: ours)
                     theirs.shutdown(socket.SHUT_WR)
-                    module._join_hub(here, control, {}, LONG, Peers())
+                    module._join_hub(local, control, {}, LONG, Peers())
         except RendezvousFailed as error:
             str(error).encode()
             return "error", theirs.recv(1 << 15)
@@ -181,14 +181,17 @@ def test_a_hello_with_invalid_fields_raises(meeting):
     def admit(fields):
         hello = {**good, **fields}
         data = json.dumps(hello)
-        result, told = rank_that_reads(meeting, data.encode(), hub=True)
+        result, reported = rank_that_reads(meeting, data.encode(), hub=True)
         if not is_json(hello):  # so nobody has seen a nonce
             assert result == set()
         elif repr(hello) in (repr(good), repr({**good, "rank": 0})):
             assert result == {hello["rank"]}
         else:
             assert result == "error"
-            assert "disagree" in json.loads(told)["fail"] or "came as" in json.loads(told)["fail"]
+            assert (
+                "disagree" in json.loads(reported)["fail"]
+                or "came as" in json.loads(reported)["fail"]
+            )
 
     admit()
 
@@ -219,9 +222,9 @@ def test_an_invalid_socket_is_refused(meeting, odd):
             answer(connection)
             return answer(connection)["fail"]
 
-    told, one = all_ranks(hub, lambda: gather(meeting, 1, 3, LONG))
-    assert told == str(one)
-    assert "rank 0 (pid 7) broke the protocol in the meeting: it sent {" in told
+    reported, one = all_ranks(hub, lambda: gather(meeting, 1, 3, LONG))
+    assert reported == str(one)
+    assert "rank 0 (pid 7) broke the protocol in the meeting: it sent {" in reported
 
 
 NONE = "0" * 64

@@ -48,8 +48,8 @@ def test_rows_feed_a_grouped_gemm(group):
         matrix = matrix.to(group.device, torch.bfloat16)
         groups = ExpertGroups(a2a, align=16)
         grouped = groups.gather(a2a.dispatch(x, ids, weights))
-        mine = matrix[list(a2a.local_experts)].contiguous()
-        groups.scatter(torch.nn.functional.grouped_mm(grouped.x, mine, offs=grouped.offsets[1:]))
+        own = matrix[list(a2a.local_experts)].contiguous()
+        groups.scatter(torch.nn.functional.grouped_mm(grouped.x, own, offs=grouped.offsets[1:]))
         out = a2a.combine()
         each = torch.einsum("th,tkho->tko", x.float(), matrix[ids].float())
         torch.testing.assert_close(
@@ -102,9 +102,9 @@ def test_memory_bytes_is_exact(group):
     with make(group) as a2a:
         for options in VARIANTS.values():
             groups = ExpertGroups(a2a, **options)  # type: ignore[arg-type]
-            said = ExpertGroups.memory_bytes(a2a, **options)  # type: ignore[arg-type]
-            assert said == groups._buffers.bytes()
-            assert said > sum(rows.nbytes for rows in groups._buffers.rows)
+            reported = ExpertGroups.memory_bytes(a2a, **options)  # type: ignore[arg-type]
+            assert reported == groups._buffers.bytes()
+            assert reported > sum(rows.nbytes for rows in groups._buffers.rows)
         assert ExpertGroups(a2a).max_rows == group.size * 150 * 3
         assert ExpertGroups(a2a, align=16).max_rows == (group.size * 450 + 5 * 15) // 16 * 16
 

@@ -50,7 +50,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return set_up
 
 
-def asked(group: weft.Group, size: int) -> str:
+def refusal(group: weft.Group, size: int) -> str:
     try:
         room.require_room(group, size, what="a heap")
     except InvalidArgument as error:
@@ -58,16 +58,16 @@ def asked(group: weft.Group, size: int) -> str:
     return ""
 
 
-def both(ranks: Callable[..., Callable[..., list[str]]], size: int) -> str:
-    first, second = ranks(2, "threads")(asked, size)
+def common_refusal(ranks: Callable[..., Callable[..., list[str]]], size: int) -> str:
+    first, second = ranks(2, "threads")(refusal, size)
     assert first == second
     return first
 
 
 def test_all_ranks_of_the_host_count(ranks, host):
     host(available=8 * GIB)
-    assert both(ranks, 4 * GIB) == ""
-    text = both(ranks, 4 * GIB + 1)
+    assert common_refusal(ranks, 4 * GIB) == ""
+    text = common_refusal(ranks, 4 * GIB + 1)
     assert f"({4 * GIB + 1} bytes) on each of 2 ranks" in text
     assert f"({8 * GIB + 2} bytes) together" in text
     assert f"rank 0 sees 8.59 GB ({8 * GIB} bytes) available" in text
@@ -76,8 +76,8 @@ def test_all_ranks_of_the_host_count(ranks, host):
 
 def test_swap_counts_as_memory(ranks, host):
     host(available=4 * GIB, swap=4 * GIB, groups={"": ("max", 0, 0)})
-    assert both(ranks, 4 * GIB) == ""
-    assert both(ranks, 4 * GIB + 1) != ""
+    assert common_refusal(ranks, 4 * GIB) == ""
+    assert common_refusal(ranks, 4 * GIB + 1) != ""
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_the_tightest_control_group_counts(ranks, host, own, path):
     above = {"": ("max", 0, 0)} if path[-1:] == "b" else {}
     host(own=own, groups={**above, path: (6 * GIB, 3 * GIB, 1 * GIB)})
     # 6 GiB, of which 3 are taken, and 1 of these is pages of files that can go.
-    assert both(ranks, 2 * GIB) == ""
-    text = both(ranks, 2 * GIB + 1)
+    assert common_refusal(ranks, 2 * GIB) == ""
+    text = common_refusal(ranks, 2 * GIB + 1)
     assert f"({4 * GIB + 2} bytes) together for the 2 in the control group of rank 0" in text
     assert f"({4 * GIB} bytes) left" in text
     assert str(room.CGROUPS / path) in text
@@ -101,12 +101,12 @@ def test_the_tightest_control_group_counts(ranks, host, own, path):
 
 def test_groups_without_a_limit_and_gpu_ranks_are_unlimited(ranks, host):
     host(own="0::/a", groups={"a": ("max", 3 * GIB, 0)})
-    assert both(ranks, 30 * GIB) == ""
+    assert common_refusal(ranks, 30 * GIB) == ""
     host(available=GIB)
 
     def body(group: weft.Group) -> str:
         group.device = torch.device("cuda", 0)
-        return asked(group, 100 * GIB)
+        return refusal(group, 100 * GIB)
 
     assert ranks(2, "threads")(body) == ["", ""]
 

@@ -98,8 +98,8 @@ class Network:
 
     def sent(self, host: int) -> int:
         """Return the bytes that a host has sent since it was made."""
-        told = json.loads(ip("-n", self._of(host), "-s", "-j", "link", "show", "eth0"))
-        return int(told[0]["stats64"]["tx"]["bytes"])
+        reported = json.loads(ip("-n", self._of(host), "-s", "-j", "link", "show", "eth0"))
+        return int(reported[0]["stats64"]["tx"]["bytes"])
 
     def start(self, each: int, body: str, *args: Any) -> Job:
         """Start `body(group, *args)` on `each` ranks of every host; body: "module:function"."""

@@ -79,9 +79,9 @@ def wait_until(there, *, what):
 
 
 def describe(group, word, number):
-    told = group.size, str(group.device), word * number, os.environ.get("WEFT_TEST_NOW")
+    reported = group.size, str(group.device), word * number, os.environ.get("WEFT_TEST_NOW")
     process = os.getpid(), torch.get_num_threads(), "tests.ready" in sys.modules
-    return torch.full((3,), group.rank), told, process
+    return torch.full((3,), group.rank), reported, process
 
 
 @BOTH
@@ -89,9 +89,9 @@ def test_results_come_in_rank_order_from_the_environment_of_the_call(device, mon
     for now in ("one", "two"):
         monkeypatch.setenv("WEFT_TEST_NOW", now)
         results = launch(describe, "ab", 2, ranks=3, device=device)
-        for rank, (tensor, told, (_, threads, ready)) in enumerate(results):
+        for rank, (tensor, reported, (_, threads, ready)) in enumerate(results):
             assert tensor.tolist() == [rank] * 3
-            assert told == (3, "cpu", "abab", now)
+            assert reported == (3, "cpu", "abab", now)
             assert device == "threads" or (threads, ready) == (1, True), "preloaded"
         pids = {pid for _, _, (pid, _, _) in results}
         assert pids == {os.getpid()} if device == "threads" else len(pids - {os.getpid()}) == 3

@@ -128,12 +128,12 @@ def test_a_handle_of_another_all_to_all_is_refused(group):
     """The first dispatches of two layers have equal numbers; each needs its own object."""
     x, ids, weights, _ = inputs(group)
     with make(group) as one, make(group) as other:
-        mine, theirs = one.dispatch(x, ids, weights), other.dispatch(x, ids, weights)
-        assert mine.handle == theirs.handle
-        y = expert_results(one, mine)
+        own, theirs = one.dispatch(x, ids, weights), other.dispatch(x, ids, weights)
+        assert own.handle == theirs.handle
+        y = expert_results(one, own)
         with pytest.raises(OutOfOrder, match="by the all-to-all that made it"):
             one.combine(y, ids, weights, theirs.handle)
-        one.combine(y, ids, weights, mine.handle)
+        one.combine(y, ids, weights, own.handle)
         other.combine(y, ids, weights, theirs.handle)
 
 
@@ -184,9 +184,15 @@ def crossed(group: weft.Group, split_phase: bool) -> str:
 @pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("split_phase", [False, True])
 def test_ranks_that_combine_different_results_raise(ranks, kind, split_phase):
-    said = ranks(2, kind)(crossed, split_phase)
-    assert "rank 0, combine: rank 1 combined result 2 of those alive, this rank result 1" in said[0]
-    assert "rank 1, combine: rank 0 combined result 1 of those alive, this rank result 2" in said[1]
+    reported = ranks(2, kind)(crossed, split_phase)
+    assert (
+        "rank 0, combine: rank 1 combined result 2 of those alive, this rank result 1"
+        in reported[0]
+    )
+    assert (
+        "rank 1, combine: rank 0 combined result 1 of those alive, this rank result 2"
+        in reported[1]
+    )
 
 
 @on_ranks(2)

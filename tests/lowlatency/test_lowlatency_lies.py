@@ -141,16 +141,16 @@ def withheld(group: weft.Group, what: str) -> str:
                 words(a2a, layout.choices, shape.rows * shape.top_k)[-2:-1] = -1
             settle(group.device)
         group.barrier()
-        said = ""
+        reported = ""
         if group.rank == 0:
             try:
                 a2a.dispatch(x, torch.full_like(ids, -1), weights)
                 settle(group.device)
                 a2a.check()
             except PeerTimeout as error:
-                said = str(error)
+                reported = str(error)
         group.barrier()
-        return said
+        return reported
 
 
 LATE = r"rank 0, dispatch: rank 1 did not publish epoch 2 within .* \(its flag shows epoch 1\)"

@@ -15,11 +15,11 @@ def memory_of(group: weft.Group) -> tuple[int, int, int]:
         slots = a2a.slots
         results = sum(t.numel() * t.element_size() for slot in slots for t in slot.tensors.values())
         sizes: dict[str, Any] = {"ranks": group.size, **SIZES}
-        said = LowLatencyAllToAll.memory_bytes(**sizes)
-        assert said == a2a.memory
-        assert said.shared == a2a.heap.size
-        assert said.ordinary == results
-        return said.shared, said.ordinary, said.total
+        reported = LowLatencyAllToAll.memory_bytes(**sizes)
+        assert reported == a2a.memory
+        assert reported.shared == a2a.heap.size
+        assert reported.ordinary == results
+        return reported.shared, reported.ordinary, reported.total
 
 
 def test_memory_bytes_is_exact(ranks):
@@ -29,5 +29,5 @@ def test_memory_bytes_is_exact(ranks):
 def test_memory_bytes_includes_an_expert_map():
     sizes: dict[str, Any] = {"ranks": 2, **SIZES}
     uneven = [0] * (SIZES["num_experts"] - 1) + [1]
-    told = LowLatencyAllToAll.memory_bytes(**sizes, expert_map=uneven)
-    assert told.ordinary > 1.5 * LowLatencyAllToAll.memory_bytes(**sizes).ordinary
+    reported = LowLatencyAllToAll.memory_bytes(**sizes, expert_map=uneven)
+    assert reported.ordinary > 1.5 * LowLatencyAllToAll.memory_bytes(**sizes).ordinary

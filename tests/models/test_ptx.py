@@ -204,9 +204,9 @@ def test_the_verdicts_agree_with_dartagnan() -> None:
     verdict_of = {FORBIDDEN: "PASS", ALLOWED: "FAIL"}
     recorded = {}
     for line in (PTX / "result.txt").read_text().splitlines():
-        name, *_, said, _seconds, judged = line.split()
+        name, *_, reported, _seconds, judged = line.split()
         assert judged == ("not-run" if name in NOT_RUN else "ok"), line
-        recorded[name] = said
+        recorded[name] = reported
     assert recorded == {
         name: "not-run" if name in NOT_RUN else verdict_of[test.expect]
         for name, test in LITMUS.items()

@@ -240,8 +240,8 @@ def spin() -> str:
 def test_variant(model: str, variant: Variant, spin: str, tmp_path: Path) -> None:
     """Search every interleaving of one variant."""
     options = [f"-D{option}" for option in variant.options.split()]
-    said = run([spin, "-a", *options, str(MODELS / f"{model}.pml")], tmp_path)
-    assert "rror" not in said, said
+    reported = run([spin, "-a", *options, str(MODELS / f"{model}.pml")], tmp_path)
+    assert "rror" not in reported, reported
     effort, table = ("-O2", "-w24") if variant.large else ("-O0", "-w20")
     run(["gcc", effort, "-w", "-DSAFETY", "-o", "pan", "pan.c"], tmp_path)
     report = run(["./pan", "-m200000", table], tmp_path)
@@ -251,9 +251,9 @@ def test_variant(model: str, variant: Variant, spin: str, tmp_path: Path) -> Non
     assert "out of memory" not in report, report
     errors = re.search(r"errors: (\d+)", report)
     assert errors is not None, report
-    said = next((line for line in report.splitlines() if line.startswith("pan:1:")), "no error")
+    reported = next((line for line in report.splitlines() if line.startswith("pan:1:")), "no error")
     if variant.error is None:
-        assert errors[1] == "0", said
+        assert errors[1] == "0", reported
     else:
         assert errors[1] != "0", f"wanted '{variant.error}', got no error"
-        assert re.search(variant.error, said), f"wanted '{variant.error}', got '{said}'"
+        assert re.search(variant.error, reported), f"wanted '{variant.error}', got '{reported}'"

@@ -308,11 +308,11 @@ def test_hostile_arguments_of_functions_are_refused(name):
 def layers(group: weft.Group, options: dict[str, Any]) -> None:
     shared, correction = Expert.seeded(CONFIG, 9, shared=True), torch.zeros(EXPERTS)
 
-    def mine(local: tuple[int, ...]) -> ExpertWeights:
+    def stack_local(local: tuple[int, ...]) -> ExpertWeights:
         return ExpertWeights.stack(CONFIG, [Expert.seeded(CONFIG, e) for e in local])
 
     good: dict[str, Any] = {
-        **{"group": group, "config": CONFIG, "weights": mine, "max_tokens": 8},
+        **{"group": group, "config": CONFIG, "weights": stack_local, "max_tokens": 8},
         **{"shared": shared, "correction": correction, **options},
     }
     kinds = kinds_of(
@@ -358,7 +358,7 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
         tried(row(layer.relocate, {"replicas": place}, weights=FREE))
         tried(row(layer.route, {"logits": logits, "num_tokens": count}, logits=LOGITS))
         tried(row(layer.experts, {"received": None}))
-        parts = {"weights": mine, "shared": shared, "correction": correction}
+        parts = {"weights": stack_local, "shared": shared, "correction": correction}
         tried(row(layer.sibling, parts, shared=CALLED, correction=KEPT))
         layer.check()
         assert torch.equal(layer(x, logits), before)

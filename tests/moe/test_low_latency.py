@@ -32,8 +32,8 @@ def options_reach(group: weft.Group) -> None:
             assert (exchange._tracks.numel() > 0) == bool(options)
             if options:
                 assert exchange.placement.ranks == tuple(owners)
-                mine = tuple(e for e in range(EXPERTS) if owners[e] == group.rank)
-                assert layer.local_experts == mine
+                own = tuple(e for e in range(EXPERTS) if owners[e] == group.rank)
+                assert layer.local_experts == own
                 continue
             assert len(exchange.slots) == 1
             sizes: dict[str, Any] = {

@@ -77,10 +77,10 @@ def test_replicas_take_over(group: weft.Group, way: str) -> None:
         replay = captured(group, calls)
 
         def right(seed: int) -> None:
-            for mine, new in zip(
+            for own, new in zip(
                 (x, logits), case.next(seed=seed).of(group.rank, x.device), strict=True
             ):
-                mine.copy_(new)
+                own.copy_(new)
             replay()
             settle(group.device)
             one.check()  # no id named an expert of a rank that is gone

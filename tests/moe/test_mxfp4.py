@@ -97,10 +97,10 @@ def relocated(group: weft.Group) -> bool:
             assert torch.equal(tensor, whole[list(second.logical_experts(group.rank))])
         out, expected = layer(x, logits), case.wanted(layer, x, logits, fp8=True)
         case.hold(out, expected, slack=4)
-        mine = case.weights(first.logical_experts(group.rank), group.device)
+        own = case.weights(first.logical_experts(group.rank), group.device)
         with pytest.raises(InvalidArgument, match=r"weights are torch.float8_e4m3fn, those of the"):
-            layer.relocate(first, weights=mine.to_fp8())
-        layer.relocate(first, weights=mine.to_mxfp4())
+            layer.relocate(first, weights=own.to_fp8())
+        layer.relocate(first, weights=own.to_mxfp4())
         case.hold(layer(x, logits), expected, slack=4)
         settle(group.device)
     return True

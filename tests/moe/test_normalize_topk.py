@@ -45,8 +45,10 @@ def cases(device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, A
         (ids[:0], {"padding_id": 4}),
     ):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            told = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in more.items()}
-            yield inputs.to(device), weights[: len(inputs)].to(device, dtype), told
+            reported = {
+                k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in more.items()
+            }
+            yield inputs.to(device), weights[: len(inputs)].to(device, dtype), reported
 
 
 def wanted(ids: torch.Tensor, weights: torch.Tensor, options: dict[str, Any]) -> Routed:

@@ -48,4 +48,4 @@ def spoiled(group: weft.Group, how: str) -> dict[str, int]:
     "how", ["another shared expert", "a product that stores nothing", "NaN in both"]
 )
 def test_wrong_words_are_counted(ranks, how):
-    assert all(told["gemm_push"] > 0 for told in ranks(2, "threads")(spoiled, how))
+    assert all(reported["gemm_push"] > 0 for reported in ranks(2, "threads")(spoiled, how))

@@ -185,12 +185,12 @@ def other_weights(group: weft.Group) -> None:
     """Callers that move weights themselves; refusals; ranks that differ."""
     case, first, second = SOFTMAX, FIRST, SECOND
     with open_layer(group, case, first) as layer:
-        mine = second.logical_experts(group.rank)
-        layer.relocate(second, weights=case.weights(mine, group.device))
+        own = second.logical_experts(group.rank)
+        layer.relocate(second, weights=case.weights(own, group.device))
         x, logits = case.of(group.rank, group.device)
         hold(layer, case, layer(x, logits), 0)
         wrong: list[tuple[Any, dict[str, Any], str]] = [
-            (second, {"weights": case.weights(mine[1:], group.device)}, "gate_up"),
+            (second, {"weights": case.weights(own[1:], group.device)}, "gate_up"),
             (balance(LOADS, 2, 2), {}, "10 physical ones; this layer was"),
             (balance(LOADS, 4, 4), {}, "replicas of 4 ranks"),
             (first.logical, {}, "replicas is"),

@@ -75,36 +75,36 @@ def test_tables_match_slots(case):
     assert counts.dtype == physical.dtype == torch.int32
     assert physical.shape == (result.num_experts, int(counts.max()))
     for expert in range(result.num_experts):
-        mine = result.physical_on()[expert]
-        assert int(counts[expert]) == len(mine)
-        assert physical[expert].tolist() == [*mine] + [-1] * (physical.shape[1] - len(mine))
-        assert all(result.logical[slot] == expert for slot in mine)
+        own = result.physical_on()[expert]
+        assert int(counts[expert]) == len(own)
+        assert physical[expert].tolist() == [*own] + [-1] * (physical.shape[1] - len(own))
+        assert all(result.logical[slot] == expert for slot in own)
     placement = Placement.blocks(len(result.logical), result.ranks)
     for rank in range(result.ranks):
-        here = [result.logical[slot] for slot in placement.experts_of(rank)]
-        assert tuple(here) == result.logical_experts(rank)
+        local = [result.logical[slot] for slot in placement.experts_of(rank)]
+        assert tuple(local) == result.logical_experts(rank)
 
 
 @pytest.mark.gpu
 def test_tables_on_a_gpu():
     placed = balance([3, 1, 1, 1], 2, 2)
-    here, there = placed.table(CPU), placed.table(torch.device("cuda"))
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
+    local, there = placed.table(CPU), placed.table(torch.device("cuda"))
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(local, there, strict=True))
 
 
 def test_the_table_of_the_docs():
     text = (Path(__file__).parents[2] / "docs/user/eplb.md").read_text()
-    told = re.findall(r"^\| (\d+), ([\d.]+) \|(.*)\|$", text, re.M)
+    reported = re.findall(r"^\| (\d+), ([\d.]+) \|(.*)\|$", text, re.M)
     result = []
-    for ranks, exponent, _ in told:
+    for ranks, exponent, _ in reported:
         orders = [zipf(256, float(exponent), seed) for seed in range(5)]
         placed = [[Replicas(tuple(range(256)), int(ranks))] * 5]
         placed += [[balance(loads, int(ranks), n) for loads in orders] for n in (0, 16, 64)]
         means = [sum(map(Replicas.imbalance, column, orders)) / 5 for column in placed]
         cells = [f" {means[0]:.2f} ", *(f" {mean:.3f} " for mean in means[1:])]
         result.append((ranks, exponent, "|".join(cells)))
-    assert len(told) == 3
-    assert told == result
+    assert len(reported) == 3
+    assert reported == result
 
 
 def test_replica_values():

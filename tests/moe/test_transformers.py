@@ -214,11 +214,11 @@ def _layer(
 ) -> torch.Tensor:
     config = MoEConfig.from_hf(folder)
 
-    def mine(local: tuple[int, ...]) -> ExpertWeights:
+    def read_weights(local: tuple[int, ...]) -> ExpertWeights:
         return ExpertWeights.from_safetensors(folder, LAYER, local, config=config)
 
     kwargs: dict[str, Any] = {"max_tokens": TOKENS, "shared": shared, "correction": correction}
-    with weft.MoE(group, config, mine, **kwargs) as layer:
+    with weft.MoE(group, config, read_weights, **kwargs) as layer:
         out = layer(x, router_logits(x, *router))
         layer.check()
         return out
@@ -255,16 +255,16 @@ def _hash_layer(
     """Layer 1 routes by logits and a correction, its sibling layer 0 by a token table."""
     config = MoEConfig.from_hf(folder)
 
-    def mine(layer: int) -> Any:
+    def read_weights(layer: int) -> Any:
         return lambda local: ExpertWeights.from_safetensors(folder, layer, local, config=config)
 
     (gate, correction, shared), (first_gate, table, first_shared) = parts[1], parts[0]
     none = torch.zeros(EXPERTS)
     with (
         weft.MoE(
-            group, config, mine(1), max_tokens=TOKENS, shared=shared, correction=correction
+            group, config, read_weights(1), max_tokens=TOKENS, shared=shared, correction=correction
         ) as layer,
-        layer.sibling(mine(0), shared=first_shared, correction=none) as first,
+        layer.sibling(read_weights(0), shared=first_shared, correction=none) as first,
     ):
         ids, weights = weigh(config.routing, router_logits(x, first_gate), table[tokens])
         result = [first(x, topk_ids=ids, topk_weights=weights), layer(x, router_logits(x, gate))]

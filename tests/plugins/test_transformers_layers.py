@@ -57,8 +57,8 @@ def layer(
     size, kind = group.size, group.device.type
     dense = init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("fsdp", "tp"))
     expert = init_device_mesh(kind, (1, size), mesh_dim_names=("efsdp", "ep"))
-    mine = range(EXPERTS * group.rank // size, EXPERTS * (group.rank + 1) // size)
-    module = experts or Experts(mine, group.device, dtype)
+    own = range(EXPERTS * group.rank // size, EXPERTS * (group.rank + 1) // size)
+    module = experts or Experts(own, group.device, dtype)
     return ExpertParallel(module, expert["ep"], dense["tp"], max_tokens=MAX_TOKENS, timeout=timeout)
 
 
@@ -146,9 +146,9 @@ class Failing(Experts):
 
 def fail(group: weft.Group, replicas: int) -> None:
     """An error of rank 1's experts raises on rank 0, too."""
-    mine = range(EXPERTS // 2 * group.rank, EXPERTS // 2 * (group.rank + 1))
+    own = range(EXPERTS // 2 * group.rank, EXPERTS // 2 * (group.rank + 1))
     kind = Failing if group.rank else Experts
-    called = layer(group, replicas=replicas, experts=kind(mine, group.device, torch.float32))
+    called = layer(group, replicas=replicas, experts=kind(own, group.device, torch.float32))
     args = batch(4, 1, torch.zeros(0))
     error: tuple[type[Exception], str] = (PeerLeft, "MemoryError: no room for the experts")
     if group.rank:
@@ -234,8 +234,8 @@ def replayed(group: weft.Group) -> list[float]:
             graphs.append((graph, args, out))
         for seed in range(1, 20):
             graph, args, out = graphs[seed % 2]
-            for mine, fresh in zip(args, batch(len(args[0]), seed, like), strict=True):
-                mine.copy_(fresh)
+            for own, fresh in zip(args, batch(len(args[0]), seed, like), strict=True):
+                own.copy_(fresh)
             graph.replay()
             result.append(far(out, *args))
             result.append(far(called(*args), *args))

@@ -178,5 +178,5 @@ def test_late_ranks_change_nothing(ranks, rounds):
 def test_late_gpus_change_nothing(ranks):
     gpus = torch.cuda.device_count()
     count, rounds = min(8, max(2, gpus)), 5000 if gpus > 1 else 100
-    told = ranks(count, "cuda")(soak_in_turn, list(MODES), rounds, timeout=280.0)
-    assert told == [dict.fromkeys(MODES, 0)] * count
+    reported = ranks(count, "cuda")(soak_in_turn, list(MODES), rounds, timeout=280.0)
+    assert reported == [dict.fromkeys(MODES, 0)] * count

@@ -236,14 +236,14 @@ def test_weights_are_taken_without_a_copy(dtype: torch.dtype) -> None:
     layer = fused(dtype)
     check_experts(layer, form="block")
     as_weft = layer_of(layer)
-    mine, config = as_weft.local_expert_weights(), as_weft.config(shared=128)
-    mine.check(config, 4, torch.device("cpu"), fp8=as_weft.fp8)
-    assert mine.gate_up.data_ptr() == layer.w13_weight.data_ptr()
-    assert mine.down.data_ptr() == layer.w2_weight.data_ptr()
+    own, config = as_weft.local_expert_weights(), as_weft.config(shared=128)
+    own.check(config, 4, torch.device("cpu"), fp8=as_weft.fp8)
+    assert own.gate_up.data_ptr() == layer.w13_weight.data_ptr()
+    assert own.down.data_ptr() == layer.w2_weight.data_ptr()
     assert as_weft.fp8 == (dtype == torch.float8_e4m3fn)
     if as_weft.fp8:
-        assert mine.gate_up_scale is not None
-        assert mine.gate_up_scale.data_ptr() == layer.w13_weight_scale_inv.data_ptr()
+        assert own.gate_up_scale is not None
+        assert own.gate_up_scale.data_ptr() == layer.w13_weight_scale_inv.data_ptr()
     assert (config.shared, config.routing.num_experts, config.routing.top_k) == (128, 8, 3)
     assert (as_weft.local_expert_ids(), as_weft.scale) == ((4, 5, 6, 7), 2.5)
 
@@ -262,14 +262,14 @@ def test_mxfp4_is_left_as_loaded_and_packed() -> None:
     check_experts(layer, form="block")
     expected = dequantize_mxfp4(layer.w13_weight, layer.w13_weight_scale)
     as_weft = layer_of(layer)
-    mine = as_weft.local_expert_weights()
-    mine.check(as_weft.config(), 4, torch.device("cpu"), fp8=as_weft.fp8)
-    assert mine.gate_up_scale is not None
-    assert torch.equal(unpack_mxfp4(mine.gate_up, mine.gate_up_scale), expected)
-    assert mine.gate_up.data_ptr() == layer.w13_weight.data_ptr()  # which EPLB moves
-    assert mine.gate_up_scale.data_ptr() == layer.w13_weight_scale.data_ptr()
+    own = as_weft.local_expert_weights()
+    own.check(as_weft.config(), 4, torch.device("cpu"), fp8=as_weft.fp8)
+    assert own.gate_up_scale is not None
+    assert torch.equal(unpack_mxfp4(own.gate_up, own.gate_up_scale), expected)
+    assert own.gate_up.data_ptr() == layer.w13_weight.data_ptr()  # which EPLB moves
+    assert own.gate_up_scale.data_ptr() == layer.w13_weight_scale.data_ptr()
     with pytest.raises(OutOfOrder, match=r"layer 7\.w2_weight is in weft's order"):
-        layer.w2_weight.weight_loader(layer.w2_weight, mine.down)
+        layer.w2_weight.weight_loader(layer.w2_weight, own.down)
 
 
 def test_supported_activations() -> None:

@@ -58,8 +58,8 @@ def serve(
     """
     server, result = Server(group, block, attention_ranks=attention_ranks, **more), []
     for seed, counts in enumerate(batches or BATCHES[group.size]):
-        mine = counts[group.rank // attention_ranks] // attention_ranks
-        x = tokens(mine, 10 * seed + group.rank)
+        own = counts[group.rank // attention_ranks] // attention_ranks
+        x = tokens(own, 10 * seed + group.rank)
         result.append(far(server.step(x, counts, padded), alone(x, block, real=real)))
     workspaces = len(server.workspaces)
     leave()

@@ -254,10 +254,10 @@ class FusedMoEExperts:
         weights: torch.Tensor,
         ids: torch.Tensor,
     ) -> None:
-        mine = torch.ones_like(ids, dtype=torch.bool)
+        own = torch.ones_like(ids, dtype=torch.bool)
         if layer.expert_map is not None:
             ids = layer.expert_map[ids.long()]
-            mine, ids = ids >= 0, ids.clamp(min=0)
+            own, ids = ids >= 0, ids.clamp(min=0)
         if scale is not None:
             x = (x.float().view(*scale.shape, -1) * scale[..., None]).view(x.shape)
         x = x.nan_to_num().to(layer.w13_weight.dtype)
@@ -265,7 +265,7 @@ class FusedMoEExperts:
         gate, up = wide.chunk(2, dim=2)
         h = functional.silu(gate) * up
         rows = torch.einsum("tki,tkhi->tkh", h, layer.w2_weight[ids.long()])
-        rows = rows.masked_fill(~mine[..., None], 0.0)
+        rows = rows.masked_fill(~own[..., None], 0.0)
         output.copy_((rows * weights[..., None]).sum(1) if self.sums else rows)
 
 

@@ -104,7 +104,7 @@ def gpt_oss(group: weft.Group, far_apart: bool) -> tuple[list[float], str, dict[
     )
     experts = vllm.GptOssRoutedExperts("experts", config, vllm.GptOssMxfp4Config())
     each = EXPERTS // group.size
-    mine = slice(group.rank * each, (group.rank + 1) * each)
+    own = slice(group.rank * each, (group.rank + 1) * each)
     x = scaled((5, 160), group.rank).bfloat16()
     ids = torch.arange(15).view(5, 3).remainder(EXPERTS)
 
@@ -131,7 +131,7 @@ def gpt_oss(group: weft.Group, far_apart: bool) -> tuple[list[float], str, dict[
             down_bias=whole["w2_bias"].float(),
             gating=clamped(7.0),
         )
-        return {name: tensor[mine].clone() for name, tensor in packed.items()}, expected
+        return {name: tensor[own].clone() for name, tensor in packed.items()}, expected
 
     def distance(expected: torch.Tensor) -> float:
         sizes = [5] * group.size if group.size > 1 else None
