@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import weft
 from tests.hosts.network import Network
-from weft.bench.gathered import Gathered
+from weft.bench.collectives import CollectiveAllToAll
 from weft.bench.machine import describe_machine
 
 TOKENS, HIDDEN, TOP_K, EXPERTS, RANKS = 512, 7168, 8, 64, 2
@@ -107,7 +107,7 @@ def measure(group: weft.Group, _folder: Path, which: str, rounds: int) -> list[f
                 dist.all_to_all_single(received, sent, group=group.rail)
 
         return timed(group, call, rounds)
-    exchange = Gathered(group, **SIZES)
+    exchange = CollectiveAllToAll(group, **SIZES)
 
     def call() -> None:
         exchange.dispatch((x,), ids, weights)

@@ -54,8 +54,8 @@ def gpus(monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(doctor, "CudaModule", _Module)
-    monkeypatch.setattr(doctor, "ask_nvidia_smi", lambda *arguments: TOPOLOGY)
-    monkeypatch.setattr(doctor, "driver_version", lambda: "580.159")
+    monkeypatch.setattr(doctor, "query_nvidia_smi", lambda *arguments: TOPOLOGY)
+    monkeypatch.setattr(doctor, "read_driver_version", lambda: "580.159")
     monkeypatch.setattr(doctor, "_exports", lambda device: True)
     monkeypatch.setattr(doctor, "launch", lambda *inputs, **options: None)
     return monkeypatch
@@ -101,7 +101,7 @@ def test_gpu_problems_are_reported(gpus):
     ],
 )
 def test_gpus_without_nvlink_are_not_ok(gpus, topology, detail):
-    gpus.setattr(doctor, "ask_nvidia_smi", lambda *arguments: topology)
+    gpus.setattr(doctor, "query_nvidia_smi", lambda *arguments: topology)
     result = _examined()["NVLink"]
     assert (result.status, result.detail) == ("warn", detail)
     assert result.remedy
@@ -191,7 +191,7 @@ def of_alice(monkeypatch, tmp_path):
     ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket, "gethostname", lambda: "node17.example.org")
-    monkeypatch.setattr(report, "ask_nvidia_smi", lambda *arguments: TOPOLOGY)
+    monkeypatch.setattr(report, "query_nvidia_smi", lambda *arguments: TOPOLOGY)
     monkeypatch.setattr(doctor, "examine", lambda: FOUND)
     return monkeypatch
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from weft.bench.machine import ask_nvidia_smi, describe_machine
+from weft.bench.machine import describe_machine, query_nvidia_smi
 
 OUT = Path(os.environ["OUT"])
 LONGEST = 560.0  # seconds of a command: below ten minutes, including unpacking and the archive
@@ -360,4 +360,4 @@ def free_port() -> int:
 
 def gpu_names() -> list[str]:
     """Return this machine's GPUs, without creating a CUDA context."""
-    return (ask_nvidia_smi("--query-gpu=name", "--format=csv,noheader") or "").splitlines()
+    return (query_nvidia_smi("--query-gpu=name", "--format=csv,noheader") or "").splitlines()

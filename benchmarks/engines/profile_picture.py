@@ -12,10 +12,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from report import ROOT, Line, machine_line, read
+from report import ROOT, Line, format_machine, read
 
 sys.path.insert(0, str(ROOT))
-from weft.bench.plot import BASELINES, COLOURS, INK, matplotlib_pyplot, save, style_axes  # noqa: E402
+from weft.bench.plot import (  # noqa: E402
+    BASELINE_COLORS,
+    TEXT_COLOR,
+    WEFT_COLORS,
+    import_pyplot,
+    save_figure,
+    style_axes,
+)
 
 # Substrings of kernel names; the first match counts, and other kernels are "other".
 KINDS = {
@@ -47,10 +54,10 @@ def by_kind(result: dict[str, Any]) -> Counter[str]:
 
 def draw(lines: list[Line], to: Path) -> None:
     """Draw stacked bars; the length is a step's GPU time."""
-    plt = matplotlib_pyplot()
+    plt = import_pyplot()
     figure, axes = plt.subplots(figsize=(8.0, 1.3 + 0.6 * len(lines)))
     kinds = [*KINDS, "other"]
-    colours = dict(zip(kinds, [*COLOURS, *BASELINES], strict=False))
+    colours = dict(zip(kinds, [*WEFT_COLORS, *BASELINE_COLORS], strict=False))
     times = [by_kind(line["result"]) for line in lines]
     left = [0.0] * len(lines)
     for kind in kinds:
@@ -59,16 +66,16 @@ def draw(lines: list[Line], to: Path) -> None:
             axes.barh(range(len(lines)), widths, left=left, color=colours[kind], label=kind)
             left = [a + b for a, b in zip(left, widths, strict=True)]
     for row, length in enumerate(left):
-        axes.text(length, row, f" {length:.2f}", va="center", color=INK)
+        axes.text(length, row, f" {length:.2f}", va="center", color=TEXT_COLOR)
     names = [f"{line['variant']}, {line['requests']} a rank" for line in lines]
     axes.set_yticks(range(len(lines)), names)
     style_axes(axes)
     axes.invert_yaxis()
     axes.set_xlim(0, max(left) * 1.12)
     axes.set_xlabel("ms of GPU time in a decode step, rank 0")
-    axes.set_title(f"{lines[0]['model']}: {machine_line(lines[0]['machine'])}", fontsize=7)
+    axes.set_title(f"{lines[0]['model']}: {format_machine(lines[0]['machine'])}", fontsize=7)
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    save(figure, to)
+    save_figure(figure, to)
 
 
 def main() -> None:

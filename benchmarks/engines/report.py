@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from weft.bench.machine import machine_line  # noqa: E402
+from weft.bench.machine import format_machine  # noqa: E402
 
 Line = dict[str, Any]
 SERVING = ("decode", "deepseek")
@@ -156,7 +156,7 @@ def report(lines: list[Line]) -> str:
             about.append(f"{first['layers']} layers")
         if first.get("input"):
             about.append(f"{first['input']} tokens in, {first['output']} out")
-        machines = dict.fromkeys(machine_line(each["machine"]) for each in group)
+        machines = dict.fromkeys(format_machine(each["machine"]) for each in group)
         caption = f"{first['bench']}: {', '.join(about)}; {'; '.join(machines)}."
         parts.append(f"{caption}\n\n{TABLES[first['bench']](group)}\n")
     return "\n".join(parts)

@@ -25,7 +25,7 @@ from typing import Any
 
 from job import Begin, Job, Variant, in_servers, open_request
 
-from weft.bench.machine import ask_nvidia_smi
+from weft.bench.machine import query_nvidia_smi
 
 WARM = 0.25  # share of the time until buffers of all sizes have been used
 GONE = r"PeerDied|the process of rank \d+ has ended"  # in a line of weft's log
@@ -174,7 +174,7 @@ def process_resources(process: int) -> dict[str, float]:
 
 def gpu_mib() -> list[int]:
     """Return the used memory of each GPU, empty without GPUs."""
-    output = ask_nvidia_smi("--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    output = query_nvidia_smi("--query-gpu=memory.used", "--format=csv,noheader,nounits")
     return [int(line) for line in (output or "").split()]
 
 

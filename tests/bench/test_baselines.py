@@ -23,35 +23,35 @@ from tests.bench.test_cases import MOE, REDUCE
 from tests.compat.calls import Backend
 from weft import reference
 from weft.bench.baselines import (
-    PAIRS,
-    REDUCES,
+    ALLREDUCE_BASELINES,
+    ALLTOALL_BASELINES,
+    AllToAllBaseline,
     Baseline,
-    Pairs,
-    baseline_body,
     measure_baselines,
+    measure_on_rank,
 )
 from weft.compat.deep_ep import Buffer
 from weft.compat.flashinfer import MoeAlltoAll
 from weft.errors import DriverError
 
 SIZES = replace(MOE, ranks=2, tokens=(3, 5), hidden=128, top_k=3, experts=4, samples=2)
-NAMED = {each.name: each for each in (*PAIRS, *REDUCES)}
+NAMED = {each.name: each for each in (*ALLTOALL_BASELINES, *ALLREDUCE_BASELINES)}
 
 
-class _Library(Pairs):
+class _Library(AllToAllBaseline):
     """weft itself as another library; `spoil` is added to the result of rank 1."""
 
     spoil = 0.0
 
-    def __init__(self, group, case, most) -> None:
-        super().__init__(group, case, most)
-        self.exchange = weft.AllToAll(group, **case.sizes(most), timeout=30.0)
+    def __init__(self, group, case, max_tokens) -> None:
+        super().__init__(group, case, max_tokens)
+        self.exchange = weft.AllToAll(group, **case.sizes(max_tokens), timeout=30.0)
 
     def dispatch(self) -> None:
         inputs = self.inputs
         self.received = self.exchange.dispatch(inputs.payloads, inputs.ids, inputs.weights)
 
-    def experts(self) -> None:
+    def run_experts(self) -> None:
         answers = reference.identity_experts(self.received, self.case.out_dtype)
         self.exchange.output().copy_(answers)
 
@@ -62,7 +62,9 @@ class _Library(Pairs):
         return out
 
 
-LOOM = Baseline("Loom", "loom", "loom-python", _Library, lambda case: None, least=2, most=4)
+LOOM = Baseline(
+    "Loom", "loom", "loom-python", _Library, lambda case: None, min_tokens=2, max_tokens=4
+)
 
 
 @pytest.fixture
@@ -103,10 +105,10 @@ def test_unmeasurable_libraries_have_a_status(installed):
         (result,) = measure_baselines(case, [replace(LOOM, **changes)])
         return result.status
 
-    assert "no such GPU" in status(SIZES, make=no_gpu)
+    assert "no such GPU" in status(SIZES, create=no_gpu)
     assert status(replace(SIZES, tokens=(1, 9))) == "supports none of these sizes"
     ours = replace(SIZES, quantize="fp8", combine_dtype="fp8")
-    assert status(ours, refuses=refuses) == "too few"
+    assert status(ours, unsupported_reason=refuses) == "too few"
     assert asked == [("fp8", None, None)], "others are asked for what is like ours"
     assert status(SIZES, module="absent") == "not installed"
     assert status(replace(SIZES, quantize="mxfp8")) == "has no equivalent"
@@ -114,7 +116,7 @@ def test_unmeasurable_libraries_have_a_status(installed):
 
 def test_baselines_refuse_unsupported_cases():
     def refused(name, case, **changes):
-        return NAMED[name].refuses(replace(case, samples=11, **changes))
+        return NAMED[name].unsupported_reason(replace(case, samples=11, **changes))
 
     assert refused("FlashInfer", SIZES) == refused("DeepEP v1", SIZES) == "needs GPUs"
     assert refused("FlashInfer", SIZES, device="cuda") is None
@@ -122,7 +124,7 @@ def test_baselines_refuse_unsupported_cases():
     assert refused("DeepEP v1", SIZES, device="cuda") is None
     assert "bf16" in refused("DeepEP v1", SIZES, device="cuda", dtype="fp16")
     assert "5 on 2" in refused("DeepEP v1", SIZES, device="cuda", experts=5)
-    assert NAMED["DeepEP v1"].sizes(replace(SIZES, tokens=(8, 1024))) == [8]
+    assert NAMED["DeepEP v1"].supported_sizes(replace(SIZES, tokens=(8, 1024))) == [8]
     one, two = "FlashInfer trtllm one-shot", "FlashInfer trtllm two-shot"
     assert refused(one, REDUCE) == "needs GPUs"
     assert refused(one, REDUCE, device="cuda") is None
@@ -131,14 +133,14 @@ def test_baselines_refuse_unsupported_cases():
     assert refused("torch symm_mem one-shot", REDUCE, device="cuda", ranks=3) is None
     assert refused(one, REDUCE, epilogue="fp8-token") == "is not compared with epilogue fp8-token"
     sizes = replace(REDUCE, tokens=(1, 8, 512, 1024))
-    assert NAMED[one].sizes(sizes) == [1, 8, 512]
-    assert NAMED[two].sizes(sizes) == [512, 1024], "more than ranks"
+    assert NAMED[one].supported_sizes(sizes) == [1, 8, 512]
+    assert NAMED[two].supported_sizes(sizes) == [512, 1024], "more than ranks"
 
 
 def torch_baselines(group: weft.Group) -> list[dict[str, Any]]:
     gathers = [(replace(SIZES, payload=payload), "torch all-gather") for payload in ("bf16", "fp8")]
     sums = [(replace(REDUCE, epilogue=each), "torch all_reduce") for each in ("none", "norm")]
-    return [baseline_body(group, case, NAMED[name]) for case, name in (*gathers, *sums)]
+    return [measure_on_rank(group, case, NAMED[name]) for case, name in (*gathers, *sums)]
 
 
 @pytest.mark.slow
@@ -179,7 +181,7 @@ def stand_ins(monkeypatch):
 @pytest.mark.parametrize("name", ["FlashInfer", "DeepEP v1"])
 def test_adapters(ranks, stand_ins, name, payload):
     settings = replace(SIZES, payload=payload)
-    first, second = ranks(2, "threads")(baseline_body, settings, NAMED[name])
+    first, second = ranks(2, "threads")(measure_on_rank, settings, NAMED[name])
     assert first == second
     assert first["status"] == "measured"
     assert list(first["samples_us"]) == [3, 5]
@@ -194,5 +196,5 @@ def test_the_check_sees_a_lost_row(ranks, stand_ins):
         return out
 
     stand_ins.setattr(MoeAlltoAll, "combine", loses)
-    for result in ranks(2, "threads")(baseline_body, SIZES, NAMED["FlashInfer"]):
+    for result in ranks(2, "threads")(measure_on_rank, SIZES, NAMED["FlashInfer"]):
         assert result["status"].startswith("check failed, 3 tokens: rank 0: the largest error is")

@@ -18,21 +18,27 @@ from rich.console import Console
 import weft
 from weft import AllToAll
 from weft.bench import harness, moe
-from weft.bench.allreduce import EPILOGUES, ReduceCase, wire_bytes
-from weft.bench.harness import Calls, Case, Measurement, Report, run
+from weft.bench.allreduce import EPILOGUES, AllReduceCase, wire_bytes
+from weft.bench.harness import Case, Measurement, Report, TimedCall, run
 from weft.bench.layer import (
+    ExpertLoad,
     LayerCase,
     LayerTrial,
-    Load,
-    compute_load,
-    stack_experts,
+    compute_load_from_ids,
+    generate_local_experts,
     weight_bytes,
 )
 from weft.bench.limits import allreduce_floor_us
-from weft.bench.lowlatency import LowCase, LowTrial
+from weft.bench.lowlatency import LowLatencyCase, LowLatencyTrial
 from weft.bench.moe import MoECase
-from weft.bench.report import as_json, print_report, rows_of
-from weft.bench.routing import choice_rows, make_ids, max_rank_rows, parse_routing, token_rows
+from weft.bench.report import build_rows, print_report, to_json
+from weft.bench.routing import (
+    count_choice_rows,
+    count_token_rows,
+    generate_ids,
+    max_remote_rows,
+    parse_routing,
+)
 from weft.errors import InvalidArgument, RankFailed
 from weft.moe import MODELS, OVERLAPS
 from weft.placement import Placement
@@ -40,9 +46,9 @@ from weft.placement import Placement
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"ranks": 2, "device": "cpu", "samples": 3, "seed": 1}
 BACKENDS = ("oneshot", "twoshot", "twoshot_bulk", "auto")
-REDUCE = ReduceCase(**SMALL, tokens=(1, 5), hidden=256, backends=("oneshot", "twoshot"))
+REDUCE = AllReduceCase(**SMALL, tokens=(1, 5), hidden=256, backends=("oneshot", "twoshot"))
 LAYER = LayerCase(**SMALL, tokens=(1, 6))
-LOW = LowCase(
+LOW = LowLatencyCase(
     **SMALL, tokens=(1, 6), hidden=128, top_k=3, experts=8, routing="uniform"
 )  # fmt: skip
 MOE = MoECase(**{**SMALL, "ranks": 4}, tokens=(8,), hidden=256, top_k=4, experts=16)
@@ -68,48 +74,48 @@ RUNS: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("case", RUNS, ids=lambda case: f"{case.operator}: {case.title()}")
+@pytest.mark.parametrize("case", RUNS, ids=lambda case: f"{case.operator}: {case.describe()}")
 def test_a_run_is_checked_timed_and_reported(threads, case):
     report = run(case, quiet=True)
-    assert report.problem is None
-    result = [(each.tokens, each.variant) for each in report.measured]
+    assert report.error is None
+    result = [(each.tokens, each.variant) for each in report.measurements]
     assert len(set(result)) == len(result)
     assert [tokens for tokens, _ in result] == sorted(tokens for tokens, _ in result)
     assert {tokens for tokens, _ in result} == set(case.tokens)
-    for each in report.measured:
-        assert list(each.samples_us)[-1] == case.whole
-        assert [len(us) for us in each.samples_us[case.whole]] == [3] * case.ranks
-        assert all(us > 0 for samples in each.samples_us[case.whole] for us in samples)
+    for each in report.measurements:
+        assert list(each.samples_us)[-1] == case.total_phase
+        assert [len(us) for us in each.samples_us[case.total_phase]] == [3] * case.ranks
+        assert all(us > 0 for samples in each.samples_us[case.total_phase] for us in samples)
     text = io.StringIO()
     print_report(Console(file=text, width=300), report)
-    assert case.title() in " ".join(text.getvalue().split())
-    written = json.loads(json.dumps(as_json(report)))
+    assert case.describe() in " ".join(text.getvalue().split())
+    written = json.loads(json.dumps(to_json(report)))
     assert written["settings"]["seed"] == 1
-    assert len(written["rows"]) == sum(len(each.samples_us) for each in report.measured)
+    assert len(written["rows"]) == sum(len(each.samples_us) for each in report.measurements)
     if isinstance(case, LayerCase):
-        assert len(result) + len(report.refused) == len(case.tokens) * len(OVERLAPS)
+        assert len(result) + len(report.skipped) == len(case.tokens) * len(OVERLAPS)
         assert ((6, "shared_expert") in result) == (case.config.shared > 0)
-        assert all("InvalidArgument" in refusal for refusal in report.refused)
-        assert all(each.facts["most"] >= each.facts["mean"] for each in report.measured)
+        assert all("InvalidArgument" in refusal for refusal in report.skipped)
+        assert all(each.metadata["most"] >= each.metadata["mean"] for each in report.measurements)
     else:
-        assert report.refused == []
-    if isinstance(case, ReduceCase):
+        assert report.skipped == []
+    if isinstance(case, AllReduceCase):
         assert result == [(tokens, backend) for tokens in case.tokens for backend in BACKENDS]
-        for each in report.measured:
+        for each in report.measurements:
             assert each.method == "host clock, 3 calls with a barrier before each"
-            assert (each.facts["chosen"] == each.variant) == (each.variant != "auto")
-            assert each.facts["memory_bytes"] > 0
+            assert (each.metadata["chosen"] == each.variant) == (each.variant != "auto")
+            assert each.metadata["memory_bytes"] > 0
 
 
 def test_unsupported_sizes_of_a_variant_are_omitted(threads):
     few = replace(REDUCE, tokens=(1, 600), hidden=8, epilogue="none")
     report = run(few, quiet=True)
-    sizes = [(m.tokens, m.variant) for m in report.measured]
+    sizes = [(m.tokens, m.variant) for m in report.measurements]
     assert sizes == [(1, "oneshot"), (1, "twoshot"), (600, "twoshot")]
-    (text,) = report.refused
+    (text,) = report.skipped
     assert text.startswith("oneshot, 600 tokens: ")
     nothing = run(replace(few, tokens=(600,), backends=("oneshot",)), quiet=True)
-    assert nothing.problem == nothing.refused[0], "a run of which nothing is left fails"
+    assert nothing.error == nothing.skipped[0], "a run of which nothing is left fails"
     with pytest.raises(RankFailed, match="nothing to overlap"):
         run(replace(LAYER, shared=False, overlaps=("shared_expert",)), quiet=True)
 
@@ -119,14 +125,14 @@ def test_calls_that_write_nothing_are_detected(threads, case):
     """Outputs are poisoned again between the check and the timing."""
     real = harness.measure
 
-    def silent(group: weft.Group, calls: Calls, **options: Any) -> Any:
-        nothing = Calls(dict.fromkeys(calls.steps, lambda: None), calls.whole)
+    def silent(group: weft.Group, calls: TimedCall, **options: Any) -> Any:
+        nothing = TimedCall(dict.fromkeys(calls.steps, lambda: None), calls.total_phase)
         return real(group, nothing, **options)
 
     threads.setattr(harness, "measure", silent)
     report = run(replace(case, ranks=2, tokens=(5,)), quiet=True)
-    assert "5 tokens: after timing, rank 0: " in (report.problem or "")
-    assert report.measured == []
+    assert "5 tokens: after timing, rank 0: " in (report.error or "")
+    assert report.measurements == []
 
 
 class _Wrong(weft.AllReduce):
@@ -149,8 +155,8 @@ def test_a_wrong_sum_is_not_timed(threads, good_calls, text):
     threads.setattr(weft, "AllReduce", _Wrong)
     threads.setattr(_Wrong, "good_calls", good_calls)
     report = run(REDUCE, quiet=True)
-    assert f"oneshot, 1 tokens: {text}" in (report.problem or "")
-    assert report.measured == []
+    assert f"oneshot, 1 tokens: {text}" in (report.error or "")
+    assert report.measurements == []
 
 
 class _Spoilt(AllToAll):
@@ -182,7 +188,7 @@ class _Spoilt(AllToAll):
 
 def check_all(group, case):
     with contextlib.closing(case.trials(group)) as trials:
-        result = [(trial.check(), trial.facts())[0] for trial in trials]
+        result = [(trial.check(), trial.metadata())[0] for trial in trials]
         group.barrier()
     return result
 
@@ -217,11 +223,11 @@ def spoiled_layer(group: weft.Group, case: LayerCase) -> tuple[str | None, ...]:
         trial = next(trials)
         assert isinstance(trial, LayerTrial)
         result.append(trial.check())
-        trial.inputs.out[2, 5] += 0.125
+        trial.data.out[2, 5] += 0.125
         result.append(trial.compare())
         trial.poison()
         result.append(trial.compare())
-        trial.inputs.logits = trial.inputs.logits.roll(1, dims=1)  # the reference is known
+        trial.data.logits = trial.data.logits.roll(1, dims=1)  # the reference is known
         result.append(trial.check())
         group.barrier()
     return tuple(result)
@@ -241,15 +247,15 @@ def spoiled_rows(group: weft.Group) -> tuple[str | None, str | None, str | None]
     """The check must find a wrong sum and a wrong row, also on one rank only."""
     with contextlib.closing(replace(LOW, tokens=(6,)).trials(group)) as trials:
         trial = next(trials)
-        assert isinstance(trial, LowTrial)
+        assert isinstance(trial, LowLatencyTrial)
         assert trial.check() is None
         trial.out[2, 5] += 1
         wrong_sum = trial.compare()
-        sent = trial.rows[0].clone()
-        trial.rows[0][:] += group.rank
+        sent = trial.rows_by_rank[0].clone()
+        trial.rows_by_rank[0][:] += group.rank
         one_rank = trial.check()
-        trial.rows[0].copy_(sent)
-        trial.rows[0][:] += 1  # what rank 0 is believed to send; rank 0 sends it, too
+        trial.rows_by_rank[0].copy_(sent)
+        trial.rows_by_rank[0][:] += 1  # what rank 0 is believed to send; rank 0 sends it, too
         trial.x = trial.x.clone() if group.rank else trial.x - 1
         wrong_row = trial.check()
         group.barrier()
@@ -272,19 +278,19 @@ SAMPLED = {"samples": 11}
     ("case", "change", "text"),
     [
         (REDUCE, {"tokens": ()}, "nothing to measure"),
-        (REDUCE, {"samples": 0}, "0 samples"),
+        (REDUCE, {"samples": 0}, "samples is 0"),
         (REDUCE, {"num_sms": 8}, "num_sms is 8 on cpu ranks"),
         (REDUCE, {"device": "cuda", "samples": 10}, "needs at least 11"),
         (REDUCE, {"ranks": 73}, "all-reduce of 73 ranks; it takes 1 to 72"),
         (REDUCE, {"hidden": 100}, "multiple of 8"),
         (REDUCE, {"hidden": 200, "epilogue": "fp8-group"}, "multiple of 128"),
-        (LAYER, {"experts": 1}, "1 experts on 2 ranks"),
+        (LAYER, {"experts": 1}, "experts is 1; it must be at least the number of ranks, 2"),
         (LAYER, {"experts": 30}, "must divide them evenly"),
         (LAYER, {"routing": "perfect"}, "routing is 'perfect'"),
-        (LAYER, {"device": "cuda", "model": "gpt-oss-120b", "dtype": "fp8"}, "whole blocks of 128"),
+        (LAYER, {"device": "cuda", "model": "gpt-oss-120b", "dtype": "fp8"}, "multiples of 128"),
         (MOE, {"ranks": 99}, "ranks is 99"),
         (MOE, {"hidden": 250}, "pad hidden to 256"),
-        (MOE, {"routing": "perfect", "top_k": 5, "experts": 5}, "needs 2 experts on each"),
+        (MOE, {"routing": "perfect", "top_k": 5, "experts": 5}, "needs 2 experts per rank"),
         (MOE, {"quantize": "fp8", "payload": "fp8"}, "the payload is fp8 already"),
     ],
 )
@@ -306,19 +312,19 @@ def test_parse_routing():
 def test_ids_are_distinct_and_in_range(routing, model):
     sizes = MODELS[model].routing
     case = replace(MOE, routing=routing, top_k=sizes.top_k, experts=sizes.num_experts)
-    ids = make_ids(case, 33, 2)
+    ids = generate_ids(case, 33, 2)
     assert ids.shape == (33, sizes.top_k)
     assert ids.dtype == torch.int32
     assert 0 <= int(ids.min()) <= int(ids.max()) < sizes.num_experts
     assert all(len(set(row)) == len(row) for row in ids.tolist())
-    assert torch.equal(ids, make_ids(case, 33, 2)), "a rank cannot make another's ids"
+    assert torch.equal(ids, generate_ids(case, 33, 2)), "a rank cannot make another's ids"
     if routing in ("uniform", "zipf"):
-        assert not torch.equal(ids, make_ids(case, 33, 1))
+        assert not torch.equal(ids, generate_ids(case, 33, 1))
 
 
 def test_traffic_is_what_a_loop_counts():
     case = replace(MOE, experts=13, routing="zipf")
-    ids = [make_ids(case, 9, rank) for rank in range(4)]
+    ids = [generate_ids(case, 9, rank) for rank in range(4)]
     ids[2][4, 1:] = -1
     owner = Placement.blocks(13, 4).ranks
     rows, choices = ([[0] * 4 for _ in range(4)] for _ in range(2))
@@ -329,23 +335,23 @@ def test_traffic_is_what_a_loop_counts():
                 choices[source][target] += 1
             for target in set(owners):
                 rows[source][target] += 1
-    assert token_rows(ids, 13).tolist() == rows
-    assert choice_rows(ids, 13).tolist() == choices
+    assert count_token_rows(ids, 13).tolist() == rows
+    assert count_choice_rows(ids, 13).tolist() == choices
     out = [sum(rows[r]) - rows[r][r] for r in range(4)]
     into = [sum(rows[s][r] for s in range(4)) - rows[r][r] for r in range(4)]
-    assert max_rank_rows(token_rows(ids, 13)) == max(out + into)
-    assert case.traffic(ids)["chosen"] == 9 * 4
+    assert max_remote_rows(count_token_rows(ids, 13)) == max(out + into)
+    assert case.count_traffic(ids)["chosen"] == 9 * 4
 
 
 def test_low_latency_rows_go_out_by_rank_and_back_by_choice():
     case = replace(LOW, experts=4)
     ids = [torch.tensor([[0, 2, 3], [2, 3, -1]]), torch.tensor([[0, 1, 2], [3, -1, -1]])]
     # Rank 0 sends both tokens to rank 1, for two choices each; rank 1 one token for two.
-    result, shape = case.traffic(ids), case.config.shape
+    result, shape = case.count_traffic(ids), case.config.shape
     assert (result["chosen"], result["rows_out"], result["rows_back"]) == (5, 2, 4)
     assert result["out_bytes"] == 2 * shape.sent_bytes
     assert result["back_bytes"] == 4 * shape.back_bytes
-    assert replace(case, reduce="sender").traffic(ids)["rows_back"] == 2
+    assert replace(case, reduce="sender").count_traffic(ids)["rows_back"] == 2
 
 
 def test_a_load_matches_a_count_by_hand():
@@ -357,14 +363,14 @@ def test_a_load_matches_a_count_by_hand():
     # Rank 0 has experts 0 and 1, which three tokens reach; two are its own to read and write.
     memory = 2 * weights + 3 * 2 * row + 2 * 2 * row
     # One row goes from rank 0 to rank 1, one from rank 1 to rank 0; both come back.
-    assert compute_load(case, ids) == Load(3, 6 / 8, 3, memory, 2 * row)
-    out = compute_load(replace(case, quantize="fp8"), ids)
+    assert compute_load_from_ids(case, ids) == ExpertLoad(3, 6 / 8, 3, memory, 2 * row)
+    out = compute_load_from_ids(replace(case, quantize="fp8"), ids)
     assert (out.wire_bytes, out.hbm_bytes) == (fp8 + row, memory - 3 * (row - fp8))
-    assert compute_load(replace(case, combine_dtype="fp8"), ids).wire_bytes == row + fp8
-    assert compute_load(replace(case, **FP8), ids).wire_bytes == 2 * fp8
+    assert compute_load_from_ids(replace(case, combine_dtype="fp8"), ids).wire_bytes == row + fp8
+    assert compute_load_from_ids(replace(case, **FP8), ids).wire_bytes == 2 * fp8
     biased = replace(LAYER, model="gpt-oss-120b").config
     assert weight_bytes(biased, "bf16", 128, biased=True) == weights + 2 * (2 * 128 + 256)
-    stacked = stack_experts(replace(LAYER, model="gpt-oss-120b", dtype="mxfp4"), (3,), CPU)
+    stacked = generate_local_experts(replace(LAYER, model="gpt-oss-120b", dtype="mxfp4"), (3,), CPU)
     held = sum(tensor.numel() * tensor.itemsize for tensor in stacked.tensors)
     assert weight_bytes(biased, "mxfp4", 128, biased=True) == held
 
@@ -375,7 +381,7 @@ def test_rows_of_all_reduces_have_bytes_and_floors():
     assert wire_bytes("twoshot", payload, 8) == 2 * 7 / 8 * payload
     result = Measurement("auto", 128, "by hand", {"call": [[40.0]] * 8}, {"chosen": "twoshot"})
     case = replace(REDUCE, **ON_8, tokens=(128,), hidden=7168, backends=("auto",))
-    (row,) = rows_of(Report(case, {"gpus": gpus}, [result]))
+    (row,) = build_rows(Report(case, {"gpus": gpus}, [result]))
     assert row.moved == wire_bytes("twoshot", payload, 8)
     assert row.logical == pytest.approx(payload / 40 / 1e3)
     assert row.floor == allreduce_floor_us(payload, 8, gpus)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.bench.harness import CALLS, WARM_UP, Calls, first_row_difference, measure, poison
+from weft.bench.harness import CALLS, WARM_UP, TimedCall, describe_first_difference, measure, poison
 from weft.cli.bench import parse_sizes
 from weft.errors import InvalidArgument
 
@@ -43,7 +43,7 @@ class _Gpu:
     def synchronize(self, _=None) -> None:
         self.skew = SKEW_MS
 
-    def install(self, monkeypatch) -> Calls:
+    def install(self, monkeypatch) -> TimedCall:
         gpu = self
 
         class Event:
@@ -89,7 +89,7 @@ class _Gpu:
             "dispatch": lambda: self.call("dispatch", DISPATCH_MS),
             "combine": lambda: self.call("combine", COMBINE_MS),
         }
-        return Calls(steps, "pair")
+        return TimedCall(steps, "pair")
 
 
 def alone(device: str, barrier: Callable[[], None] = lambda: None) -> Any:
@@ -116,7 +116,7 @@ def test_on_cuda(monkeypatch, graph, method):
     assert gpu.calls == {"dispatch": rounds, "combine": rounds}
     assert list(us) == ["dispatch", "combine", "pair"], "the whole comes last"
     gpu.calls["dispatch"] = 0
-    call = Calls({"call": calls.steps["dispatch"]}, graph=graph)
+    call = TimedCall({"call": calls.steps["dispatch"]}, capturable=graph)
     how, us = measure(alone("cuda"), call, samples=11, graph=True)  # a single step is timed once
     assert how.startswith("CUDA graph" if graph else "eager")
     assert us == {"call": [pytest.approx([DISPATCH_MS * 1e3] * 11)]}
@@ -127,7 +127,7 @@ def test_on_cpu():
     order: list[str] = []
     group = alone("cpu", lambda: order.append("barrier"))
     steps = {name: lambda name=name: order.append(name) for name in ("dispatch", "combine")}
-    _, us = measure(group, Calls(steps, "pair"), samples=4, graph=True)
+    _, us = measure(group, TimedCall(steps, "pair"), samples=4, graph=True)
     assert order == ["barrier", "dispatch", "combine"] * (WARM_UP + 4)
     dispatch, combine, pair = (samples for (samples,) in us.values())
     assert [len(each) for each in (dispatch, combine, pair)] == [4, 4, 4]
@@ -137,15 +137,15 @@ def test_on_cpu():
 def test_a_row_that_differs_is_shown_with_both_values():
     want = torch.arange(24, dtype=torch.bfloat16).view(3, 8)
     got = want.t().contiguous().t()  # other strides
-    assert first_row_difference("sum", 1, got, want) is None
+    assert describe_first_difference("sum", 1, got, want) is None
     got[2, 5] = 7
-    assert first_row_difference("sum", 1, got, want) == (
+    assert describe_first_difference("sum", 1, got, want) == (
         "rank 1: sum of token 2 of 3 is [7.0] in columns [5], but the reference is [21.0]"
     )
     poisoned = want.clone()
     poison(poisoned)
     assert bool(poisoned.isnan().all())
-    assert "nan" in str(first_row_difference("sum", 0, poisoned, want))
+    assert "nan" in str(describe_first_difference("sum", 0, poisoned, want))
 
 
 def test_parse_sizes():

@@ -13,8 +13,8 @@ import pytest
 from weft.bench.limits import (
     allreduce_floor_us,
     layer_floor_us,
+    missing_floor_reason,
     pair_floor_us,
-    why_no_floor,
 )
 
 RECORDS = Path(__file__).parents[2] / "benchmarks/results"
@@ -26,14 +26,14 @@ def test_another_gpu_has_no_floor(name):
     assert pair_floor_us(1, 1, gpus) is None
     assert allreduce_floor_us(1, 4, gpus) is None
     assert layer_floor_us(1, 1, gpus) is None
-    assert name in str(why_no_floor(gpus))
-    assert name in str(why_no_floor(["NVIDIA H200", name]))
+    assert name in str(missing_floor_reason(gpus))
+    assert name in str(missing_floor_reason(["NVIDIA H200", name]))
 
 
 def test_an_h200_has_one():
     gpus = ["NVIDIA H200"] * 4
-    assert why_no_floor(gpus) is None
-    assert (why_no_floor([]), pair_floor_us(0, 0, [])) == (None, None), "CPU ranks"
+    assert missing_floor_reason(gpus) is None
+    assert (missing_floor_reason([]), pair_floor_us(0, 0, [])) == (None, None), "CPU ranks"
     assert pair_floor_us(340_000, 0, gpus) == pytest.approx(3.96 + 1.0)
     assert pair_floor_us(350_000, 0, gpus[:2]) == pytest.approx(3.96 + 1.0)
 

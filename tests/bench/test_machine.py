@@ -9,7 +9,7 @@ import pytest
 
 import weft
 from weft.bench import machine
-from weft.bench.machine import describe_code, describe_machine, machine_line
+from weft.bench.machine import describe_code, describe_machine, format_machine
 from weft.jit.source import header_digest
 
 
@@ -53,8 +53,8 @@ def test_captions_name_the_code(monkeypatch):
     result = describe_machine([])
     assert result["weft"] == describe_code()
     result["weft"] = {"version": "1.0", "commit": "0123456789abcdef-dirty", "headers": "ab" * 32}
-    assert "weft 1.0 0123456789ab-dirty, 20" in machine_line(result)
+    assert "weft 1.0 0123456789ab-dirty, 20" in format_machine(result)
     result["weft"]["commit"] = None
-    assert "weft 1.0, 20" in machine_line(result)
+    assert "weft 1.0, 20" in format_machine(result)
     del result["weft"]
-    assert "weft" not in machine_line(result), "records of before"
+    assert "weft" not in format_machine(result), "records of before"

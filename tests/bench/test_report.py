@@ -17,8 +17,8 @@ from weft.bench.baselines import BaselineRun
 from weft.bench.harness import Measurement, Report
 from weft.bench.moe import MoECase
 from weft.bench.plot import plot
-from weft.bench.report import Spread, as_json, print_report, rows_of, write_json
-from weft.bench.routing import make_ids
+from weft.bench.report import Spread, build_rows, print_report, to_json, write_json
+from weft.bench.routing import generate_ids
 from weft.errors import InvalidArgument
 
 H200 = replace(
@@ -36,12 +36,14 @@ BASELINES = [
 def _report(case: MoECase, gpu: str) -> Report:
     measured = []
     for tokens in case.tokens:
-        ids = [make_ids(case, tokens, rank) for rank in range(case.ranks)]
+        ids = [generate_ids(case, tokens, rank) for rank in range(case.ranks)]
         samples = {
             phase: [[us + rank + i for i in range(3)] for rank in range(case.ranks)]
             for phase, us in (("dispatch", 10.0), ("combine", 20.0), ("pair", 30.0))
         }
-        measured.append(Measurement("onesided", tokens, "by hand", samples, case.traffic(ids)))
+        measured.append(
+            Measurement("onesided", tokens, "by hand", samples, case.count_traffic(ids))
+        )
     machine: dict[str, Any] = {
         "date": "2026-11-20T12:00:00+00:00",
         "gpus": [gpu] * case.ranks if gpu else [],
@@ -59,8 +61,8 @@ def test_spread_is_of_the_slowest_rank():
 
 def test_rows_know_floor_and_other_libraries():
     for gpu in ("", "NVIDIA B200"):
-        assert all(row.floor is row.ratio is None for row in rows_of(_report(H200, gpu)))
-    rows = rows_of(_report(H200, "NVIDIA H200"), BASELINES)
+        assert all(row.floor is row.ratio is None for row in build_rows(_report(H200, gpu)))
+    rows = build_rows(_report(H200, "NVIDIA H200"), BASELINES)
     phases = [(row.tokens, row.phase) for row in rows[:3]]
     assert phases == [(8, "dispatch"), (8, "combine"), (8, "pair")]
     pair = rows[5]
@@ -78,7 +80,7 @@ def test_rows_know_floor_and_other_libraries():
 
 def test_table_json_and_picture(tmp_path, capsys):
     case = replace(H200, quantize="fp8")
-    report = replace(_report(case, "NVIDIA H200"), refused=["onesided, 9 tokens: too odd"])
+    report = replace(_report(case, "NVIDIA H200"), skipped=["onesided, 9 tokens: too odd"])
     text = io.StringIO()
     print_report(Console(file=text, width=180), report, BASELINES)
     shown = " ".join(text.getvalue().split())
@@ -86,13 +88,13 @@ def test_table_json_and_picture(tmp_path, capsys):
         *("deepseek-v3", "8x NVIDIA H200", "x floor", "340 GB/s", "Loom 0.8", "52.0"),
         "fp8 + scales out, quantized by dispatch, bf16 back",
         "A row is 7392 bytes out and 14336 bytes back; other libraries' rows come back as bf16.",
-        "Refused: onesided, 9 tokens: too odd",
+        "Skipped: onesided, 9 tokens: too odd",
         "Loom 0.8: measured in this run, by hand;",
         "DeepEP v1: not installed.",
     ):
         assert piece in shown, piece
     path = tmp_path / "deep" / "all.json"
-    write_json(path, as_json(report, BASELINES))
+    write_json(path, to_json(report, BASELINES))
     data = json.loads(path.read_text())
     assert data["settings"]["hidden"] == 7168
     assert len(data["results"]) == 2
@@ -101,12 +103,12 @@ def test_table_json_and_picture(tmp_path, capsys):
     assert [run["status"] for run in data["peers"]] == ["measured", "not installed"]
     write_json(Path("-"), {"a": 1})
     assert json.loads(capsys.readouterr().out) == {"a": 1}
-    rows = rows_of(report, BASELINES)
+    rows = build_rows(report, BASELINES)
     picture = tmp_path / "pair.svg"
-    plot(picture, rows, case.title(), report.machine)
+    plot(picture, rows, case.describe(), report.machine)
     for piece in ("weft, onesided", "Loom 0.8", "floor"):
         assert piece in picture.read_text(), piece
-    with pytest.raises(InvalidArgument, match="cannot write the picture"):
-        plot(tmp_path / "pair.nope", rows, case.title(), report.machine)
+    with pytest.raises(InvalidArgument, match="cannot write the plot"):
+        plot(tmp_path / "pair.nope", rows, case.describe(), report.machine)
     with pytest.raises(InvalidArgument, match="cannot write"):
         write_json(tmp_path, {})

@@ -14,7 +14,7 @@ from tests.bench.test_cases import LOW
 from tests.bench.test_skew import rounds_of
 from weft.bench import trace as tracing
 from weft.bench.moe import MoECase
-from weft.bench.trace import COMBINE, DISPATCH, PEERS, REDUCE, ROUNDS, to_chrome
+from weft.bench.trace import COMBINE, DISPATCH, PEERS, REDUCE, ROUNDS, convert_spans
 from weft.runtime.skew import estimate_skew
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -29,7 +29,7 @@ def case_of(device: str) -> MoECase:
 @pytest.fixture
 def document() -> dict[str, Any]:
     ranks = rounds_of(SKEWS)
-    return dict(json.loads(json.dumps(to_chrome(ranks, estimate_skew(ranks)))))
+    return dict(json.loads(json.dumps(convert_spans(ranks, estimate_skew(ranks)))))
 
 
 def test_every_event_is_one_that_the_format_knows(document):
@@ -104,6 +104,6 @@ def test_a_trace_of_low_latency(tmp_path, threads):
 
 
 def test_a_wrong_result_is_reported_and_nothing_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracing, "on_ranks", lambda *_: [("rank 0: wrong", [], 0.0)])
+    monkeypatch.setattr(tracing, "run_on_ranks", lambda *_: [("rank 0: wrong", [], 0.0)])
     assert tracing.trace(tmp_path / "t.json", case_of("cpu")) == "rank 0: wrong"
     assert list(tmp_path.iterdir()) == []

@@ -89,7 +89,7 @@ def test_waits_name_the_rank_that_was_late(group):
         run(a2a, 6, late_rank=0)
         spans = read_timeline(a2a.heap)
         group.barrier()
-    waits = [span.waited_ns(0) for span in spans if span.phase == "dispatch"]
+    waits = [span.wait_time_ns(0) for span in spans if span.phase == "dispatch"]
     assert len(waits) == 6
     assert group.rank == 0 or median(waits) > LATE * 1e9 / 2
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of weft's operators. Nothing that they measure imports them.
+"""Benchmarks of weft's operators. No operator imports them.
 
-harness: cases and trials; checks over poisoned memory, timing, CUDA graphs.
-moe, lowlatency, allreduce, layer: one operator each, with sizes, inputs, checks, bytes and floor.
-routing: expert ids of tokens.  limits: what the hardware allows.  machine: where a run happened.
-baselines: other libraries in the same run.  report, plot, trace: tables, JSON, pictures, timelines.
+harness: cases and trials, checks over poisoned memory, timing and CUDA graphs.
+moe, lowlatency, allreduce, layer: the cases and trials of one operator each.
+routing: generation of expert ids.  limits: measured hardware limits.  machine: machine and code.
+baselines, collectives: other libraries.  report, plot, trace: tables, JSON, plots and traces.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`weft bench allreduce`: the fused all-reduce.
 
-Inputs are normally distributed. Every backend guarantees the bits of `weft.reference`, so outputs
-are compared byte by byte, over memory that was poisoned before.
+Inputs are normally distributed. Every backend guarantees results that are bitwise equal to
+`weft.reference`, so outputs are compared bitwise, after their memory was poisoned.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from weft import reference
 from weft.allreduce.config import ReduceConfig
 from weft.bench.harness import (
     TIMEOUT,
-    Calls,
     Measurement,
-    Rejection,
     RowsCase,
+    Skipped,
+    TimedCall,
     Trial,
     Trials,
-    first_row_difference,
+    describe_first_difference,
     synchronize_ranks,
 )
-from weft.bench.limits import ONE_WAY_FIXED_US, TWO_WAY_FIXED_US, allreduce_floor_us, link_rate
+from weft.bench.limits import ONESHOT_FIXED_US, TWOSHOT_FIXED_US, allreduce_floor_us, link_gb_per_s
 from weft.errors import InvalidArgument, UsageError
 from weft.group import Group
-from weft.runtime.identity import BACKENDS as BUILT
+from weft.runtime.identity import BACKENDS as BACKEND_IDS
 
 AUTO = "auto"
-BACKENDS = (*BUILT, AUTO)
+BACKENDS = (*BACKEND_IDS, AUTO)
 GROUP = 128  # columns per scale in fp8-group
 EPS = 1e-6
-SCALE = 0.02  # for fp8-static: normalized values reach 4, and the largest e4m3 value is 448
+SCALE = 0.02  # for fp8-static: normalized values are up to 4, and e4m3 values up to 448
 EPILOGUES = {
     "none": "sum",
     "norm": "sum + residual + RMSNorm",
@@ -52,21 +52,21 @@ _OUTPUTS = {
     "norm": "norm_out",
     "quant": "quant_out",
     "scale": "scale_out",
-}  # fields of the result, with the arguments that set where to write them
+}  # argument of `fused` for each field of the result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReduceCase(RowsCase):
-    """Fused all-reduces with equal numbers of tokens on all ranks.
+class AllReduceCase(RowsCase):
+    """Parameters of a run of the fused all-reduce.
 
     Attributes:
         epilogue: "none" only sums; "norm" adds a residual and applies RMSNorm; the others quantize
-            the norm without writing it.
+            the normed rows without writing them.
         backends: Backends to measure.
     """
 
     operator: ClassVar[str] = "allreduce"
-    checked: ClassVar[str] = "every output equals weft.reference bit by bit"
+    check_description: ClassVar[str] = "every output equals weft.reference bit by bit"
 
     epilogue: str = "norm"
     backends: tuple[str, ...] = (AUTO,)
@@ -88,13 +88,13 @@ class ReduceCase(RowsCase):
         """Bytes of one row."""
         return self.hidden * self.out_dtype.itemsize
 
-    def title(self) -> str:
-        early = "" if self.programmatic_launch else ", no programmatic launch"
-        what = EPILOGUES[self.epilogue]
-        return f"{self.ranks} ranks, hidden {self.hidden}, {self.dtype}, {what}{early}"
+    def describe(self) -> str:
+        pdl = "" if self.programmatic_launch else ", no programmatic launch"
+        epilogue = EPILOGUES[self.epilogue]
+        return f"{self.ranks} ranks, hidden {self.hidden}, {self.dtype}, {epilogue}{pdl}"
 
     def trials(self, group: Group) -> Trials:
-        """Yield a trial per size and backend. All use one operator; inputs exist for one size."""
+        """Yield a trial per size and backend, all with one operator."""
         reduce = weft.AllReduce(
             group,
             max_tokens=self.capacity,
@@ -105,74 +105,80 @@ class ReduceCase(RowsCase):
         )
         with contextlib.closing(reduce):
             for tokens in self.tokens:
-                trial = ReduceTrial(group, self, reduce, tokens)
+                trial = AllReduceTrial(group, self, reduce, tokens)
                 for backend in self.backends:
                     try:
                         trial.prepare(backend)
                     except UsageError as error:  # all ranks raise it
-                        yield Rejection(backend, tokens, str(error))
+                        yield Skipped(backend, tokens, reason=str(error))
                         continue
                     yield trial
 
-    def bytes_of(self, measured: Measurement, phase: str) -> tuple[float, float]:
-        """Return the bytes of a rank's rows, and the bytes that the backend sends from a rank."""
-        payload = measured.tokens * self.row_bytes
-        return payload, wire_bytes(measured.facts["chosen"], payload, self.ranks)
+    def phase_bytes(self, measurement: Measurement, phase: str) -> tuple[float, float]:
+        """Return the bytes of a rank's rows, and the bytes that the backend sends per rank."""
+        payload = measurement.tokens * self.row_bytes
+        return payload, wire_bytes(measurement.metadata["chosen"], payload, self.ranks)
 
-    def floor_us(self, measured: Measurement, gpus: list[str]) -> float | None:
-        """Return the lesser floor of one-shot and two-shot."""
-        return allreduce_floor_us(measured.tokens * self.row_bytes, self.ranks, gpus)
+    def floor_us(self, measurement: Measurement, gpus: list[str]) -> float | None:
+        return allreduce_floor_us(measurement.tokens * self.row_bytes, self.ranks, gpus)
 
-    def floor_text(self) -> str:
-        speed = f"{link_rate(self.ranks):g} GB/s"
+    def describe_floor(self) -> str:
+        bandwidth = f"{link_gb_per_s(self.ranks):g} GB/s"
         return (
-            f"the lesser of (N-1) S / {speed} + {ONE_WAY_FIXED_US:g} us and 2 (N-1)/N S / "
-            f"{speed} + {TWO_WAY_FIXED_US:g} us"
+            f"min((N-1) S / {bandwidth} + {ONESHOT_FIXED_US:g} us, 2 (N-1)/N S / {bandwidth} + "
+            f"{TWOSHOT_FIXED_US:g} us)"
         )
 
-    def columns(self, measured: Measurement) -> dict[str, float | str]:
+    def extra_columns(self, measurement: Measurement) -> dict[str, float | str]:
         """Return the backend that "auto" selected."""
-        return {"chosen": measured.facts["chosen"]} if measured.variant == AUTO else {}
+        return {"chosen": measurement.metadata["chosen"]} if measurement.variant == AUTO else {}
 
-    def notes(self, measured: Sequence[Measurement]) -> list[str]:
-        """Return the workspace's memory, and the reason for the choice of "auto"."""
-        bytes_ = measured[0].facts["memory_bytes"] if measured else 0
-        memory = f"{bytes_ / (1 << 20):.1f} MiB per rank" if measured else "none"
-        why = dict.fromkeys(each.facts["why"] for each in measured if each.facts["why"])
-        return [f"Memory of the workspace: {memory} for {self.capacity} tokens.", *[*why][:1]]
+    def format_notes(self, measurements: Sequence[Measurement]) -> list[str]:
+        """Return the memory of the workspace, and the reason for the first choice of "auto"."""
+        memory = "none"
+        if measurements:
+            memory = f"{measurements[0].metadata['memory_bytes'] / (1 << 20):.1f} MiB per rank"
+        reasons = [m.metadata["why"] for m in measurements if m.metadata["why"]]
+        return [f"Memory of the workspace: {memory} for {self.capacity} tokens.", *reasons[:1]]
 
 
 def wire_bytes(backend: str, payload: int, ranks: int) -> float:
-    """Return the bytes that a rank sends to reduce `payload` bytes, evenly spread over owners."""
+    """Return the bytes that a rank sends to reduce rows of `payload` bytes."""
     return (ranks - 1) * payload if backend == "oneshot" else 2 * (ranks - 1) / ranks * payload
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Inputs of one rank: x `[tokens, hidden]`; residual and weight are equal on all ranks."""
+    """Inputs of one rank.
+
+    Attributes:
+        x: `[tokens, hidden]`.
+        residual: `[tokens, hidden]`, equal on all ranks.
+        weight: `[hidden]`, equal on all ranks.
+    """
 
     x: torch.Tensor
     residual: torch.Tensor
     weight: torch.Tensor
 
 
-def make_rows(case: ReduceCase, tokens: int, rank: int, device: torch.device) -> Rows:
-    """Return a rank's inputs. Every rank can generate every other rank's, on its own device."""
-    dtype, number = case.out_dtype, case.seed_of(tokens, 0)
+def generate_rows(case: AllReduceCase, tokens: int, rank: int, device: torch.device) -> Rows:
+    """Generate the inputs of any rank."""
+    dtype, base_seed = case.out_dtype, case.row_seed(tokens, 0)
 
     def normal(seed: int, *shape: int) -> torch.Tensor:
-        source = torch.Generator(device).manual_seed(seed)
-        return torch.randn(shape, generator=source, device=device)
+        generator = torch.Generator(device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=device)
 
     return Rows(
-        x=normal(number + rank, tokens, case.hidden).to(dtype),
-        residual=normal(number + 62, tokens, case.hidden).to(dtype),
-        weight=(1 + 0.1 * normal(number + 63, case.hidden)).to(dtype),
+        x=normal(base_seed + rank, tokens, case.hidden).to(dtype),
+        residual=normal(base_seed + 62, tokens, case.hidden).to(dtype),
+        weight=(1 + 0.1 * normal(base_seed + 63, case.hidden)).to(dtype),
     )
 
 
-def arguments_of(case: ReduceCase, rows: Rows) -> dict[str, Any]:
-    """Return the case's epilogue arguments of `fused`."""
+def epilogue_arguments(case: AllReduceCase, rows: Rows) -> dict[str, Any]:
+    """Return the arguments of `fused` for the epilogue of a case."""
     if case.epilogue == "none":
         return {}
     arguments: dict[str, Any] = {"residual": rows.residual, "weight": rows.weight, "eps": EPS}
@@ -186,46 +192,48 @@ def arguments_of(case: ReduceCase, rows: Rows) -> dict[str, Any]:
     return arguments
 
 
-class ReduceTrial(Trial):
-    """An all-reduce with one set of inputs; `prepare` selects the backend."""
+class AllReduceTrial(Trial):
+    """An all-reduce at one size; `prepare` selects the backend."""
 
-    def __init__(self, group: Group, case: ReduceCase, reduce: weft.AllReduce, tokens: int) -> None:
+    def __init__(
+        self, group: Group, case: AllReduceCase, reduce: weft.AllReduce, tokens: int
+    ) -> None:
         self.group, self.case, self.reduce, self.tokens = group, case, reduce, tokens
-        rows = [make_rows(case, tokens, rank, group.device) for rank in range(group.size)]
+        rows = [generate_rows(case, tokens, rank, group.device) for rank in range(group.size)]
         self.rows = rows[group.rank]
-        self.arguments = arguments_of(case, self.rows)
-        self._expected = outputs_of(
-            reference.allreduce_fused([each.x for each in rows], **self.arguments)
+        self.arguments = epilogue_arguments(case, self.rows)
+        self._expected = collect_outputs(
+            reference.allreduce_fused([rank_rows.x for rank_rows in rows], **self.arguments)
         )
         self.variant = AUTO
 
     def prepare(self, backend: str) -> None:
-        """Allocate the outputs by a first call. Raises errors of `fused`."""
+        """Select a backend, and allocate the outputs by a first call."""
         self.variant = backend
         result = self.reduce.fused(self.rows.x, **self.arguments, backend=backend)
-        self._written = outputs_of(result)
-        self.outputs = list(self._written.values())
+        self._results = collect_outputs(result)
+        self.outputs = list(self._results.values())
         synchronize_ranks(self.group)
 
-    def calls(self) -> Calls:
-        """Return a call that writes into static outputs."""
+    def timed_call(self) -> TimedCall:
+        """Return the all-reduce with preallocated outputs."""
         arguments: dict[str, Any] = {
-            _OUTPUTS[name]: tensor for name, tensor in self._written.items()
+            _OUTPUTS[name]: tensor for name, tensor in self._results.items()
         }
         arguments |= {**self.arguments, "backend": self.variant}
-        return Calls({"call": functools.partial(self.reduce.fused, self.rows.x, **arguments)})
+        return TimedCall({"call": functools.partial(self.reduce.fused, self.rows.x, **arguments)})
 
     def compare(self) -> str | None:
         synchronize_ranks(self.group)
-        problems = (
-            first_row_difference(name, self.group.rank, self._written[name], want)
-            for name, want in self._expected.items()
-            if name in self._written
+        errors = (
+            describe_first_difference(name, self.group.rank, self._results[name], expected)
+            for name, expected in self._expected.items()
+            if name in self._results
         )
-        return next((problem for problem in problems if problem), None)
+        return next((error for error in errors if error), None)
 
-    def facts(self) -> dict[str, Any]:
-        """Return the selected backend, the reason if it was "auto", and a rank's memory."""
+    def metadata(self) -> dict[str, Any]:
+        """Return the backend, the reason for the choice of "auto", and the memory of a rank."""
         self.reduce.check()
         memory = {"memory_bytes": self.reduce.config.share_bytes}
         if self.variant != AUTO:
@@ -234,7 +242,7 @@ class ReduceTrial(Trial):
         return {"chosen": choice.backend, "why": choice.text, **memory}
 
 
-def outputs_of(result: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a result by name, without absent outputs."""
-    tensors = {each.name: getattr(result, each.name) for each in fields(result)}
+def collect_outputs(result: Any) -> dict[str, torch.Tensor]:
+    """Return the outputs of a result by name, without those that are None."""
+    tensors = {field.name: getattr(result, field.name) for field in fields(result)}
     return {name: tensors[name] for name in _OUTPUTS if tensors.get(name) is not None}

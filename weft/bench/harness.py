@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness: start ranks, check each trial over poisoned memory, time it, and check it again.
+"""Benchmark harness: start ranks, check each trial over poisoned memory, time and recheck it.
 
-CUDA: a graph of CALLS calls is replayed without pauses, with an event after each replay. So times
-include neither the host nor the skew between ranks. The split of a call into steps comes from a
-second graph with events between the steps. Those add a little time, so quote the whole call's time.
-CPU: the host's clock around each step, with a barrier before every sample.
+CUDA: a graph of CALLS calls is replayed without pauses, with an event after each replay, so times
+include neither host overhead nor skew between ranks. The times of a call's steps come from a second
+graph with events between the steps. These events add a little time, so quote the total time.
+CPU: the host clock is read around each step, with a barrier before every sample.
 """
 
 from __future__ import annotations
@@ -31,100 +31,100 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 CALLS = 50  # calls in one graph
 WARM_UP = 3
-FEWEST_REPLAYS = 11  # fewest samples for a meaningful median
-LIMIT_SECONDS = 3600.0  # timeout of a run
-TIMEOUT = 30.0  # timeout of operators: ranks that share cores may be late
-POISON = 0xFF  # this byte is NaN in every float type that is sent
+MIN_REPLAYS = 11  # minimum number of samples for a meaningful median
+RUN_TIMEOUT = 3600.0  # seconds
+TIMEOUT = 30.0  # of operators, in seconds: ranks that share cores may be late
+POISON = 0xFF  # a NaN in every float type that is sent
 
 Step: TypeAlias = Callable[[], object]
 SamplesOfRank: TypeAlias = dict[str, list[list[float]]]  # phase -> samples in us, by rank
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
-    """Calls to time, bound to static inputs. Collective: all ranks make all calls.
+class TimedCall:
+    """A collective call to time, bound to static inputs.
 
     Attributes:
-        steps: Steps of a call by name, in order.
-        whole: Name of the whole call.
-        graph: Whether the steps may be captured.
+        steps: Steps of the call by phase name, in order.
+        total_phase: Phase name of the whole call.
+        capturable: Whether the steps can be captured in a CUDA graph.
     """
 
     steps: Mapping[str, Step]
-    whole: str = "call"
-    graph: bool = True
+    total_phase: str = "call"
+    capturable: bool = True
 
     def __call__(self) -> None:
-        """Run one call."""
+        """Run all steps."""
         for step in self.steps.values():
             step()
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Measurements of one variant at one size.
+    """Timing of one variant at one size.
 
     Attributes:
-        samples_us: Samples of each phase, the whole call last.
-        method: How they were measured.
-        facts: The trial's counters.
+        method: Description of the timing method.
+        samples_us: Samples of each phase; the total phase is last.
+        metadata: Counters of the trial.
     """
 
     variant: str
     tokens: int
     method: str
     samples_us: SamplesOfRank
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Rejection:
-    """A variant that does not support a size or layer, with the reason; equal on all ranks."""
+class Skipped:
+    """A variant that does not support a size or layer; identical on all ranks."""
 
     variant: str
     tokens: int
-    why: str
+    reason: str
 
 
 class Trial:
-    """One variant at one size, with its inputs. Collective: all ranks make the same calls."""
+    """One variant at one size, with its inputs. All methods are collective."""
 
     group: Group
     variant: str
     tokens: int
     outputs: list[torch.Tensor]
 
-    def calls(self) -> Calls:
-        """Return the calls to time."""
+    def timed_call(self) -> TimedCall:
+        """Return the call to time."""
         raise NotImplementedError
 
     def check(self) -> str | None:
-        """Call once over poisoned memory; return a difference from the reference, or None."""
+        """Run the call on poisoned memory and describe the first wrong result, or return None."""
         self.poison()
-        self.calls()()
+        self.timed_call()()
         return self.compare()
 
     def poison(self) -> None:
-        """Overwrite the outputs, so that stale results are detected."""
+        """Poison the outputs, so that stale results are detected."""
         for output in self.outputs:
             poison(output)
         synchronize_ranks(self.group)
 
     def compare(self) -> str | None:
-        """Return a difference between the outputs and the reference, or None."""
+        """Describe the first difference between the outputs and the reference, or return None."""
         raise NotImplementedError
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return counters as JSON values. Raises errors that the device recorded."""
         raise NotImplementedError
 
 
-Trials: TypeAlias = Generator[Trial | Rejection, None, None]
+Trials: TypeAlias = Generator[Trial | Skipped, None, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Parameters of one run, equal on all ranks. Each operator adds its own.
+    """Parameters of one run, equal on all ranks. Subclasses add those of an operator.
 
     Attributes:
         tokens: Sizes to measure, in tokens per rank.
@@ -132,7 +132,7 @@ class Case:
         graph: Whether to use CUDA graphs instead of eager calls.
         seed: Seed of inputs and routing.
         num_sms: SMs that the kernels may use, or None for all.
-        programmatic_launch: As in the operators.
+        programmatic_launch: Whether to use programmatic dependent launch.
     """
 
     ranks: int
@@ -145,19 +145,19 @@ class Case:
     programmatic_launch: bool = True
 
     operator: ClassVar[str]  # name of the command
-    whole: ClassVar[str] = "call"  # name of the whole call's phase
-    checked: ClassVar[str]  # description of the check
+    total_phase: ClassVar[str] = "call"  # phase name of the whole call
+    check_description: ClassVar[str]
 
     def __post_init__(self) -> None:
         if not self.tokens:
             raise InvalidArgument("nothing to measure: pass at least one number of tokens")
         if min(self.tokens) < 1:
-            raise InvalidArgument(f"{min(self.tokens)} tokens; a timed size is at least 1")
+            raise InvalidArgument(f"tokens is {min(self.tokens)}; it must be at least 1")
         if not 1 <= self.samples <= 5000:
-            raise InvalidArgument(f"{self.samples} samples; choose 1..5000")
-        if self.device == "cuda" and self.graph and self.samples < FEWEST_REPLAYS:
+            raise InvalidArgument(f"samples is {self.samples}; it must be in 1..5000")
+        if self.device == "cuda" and self.graph and self.samples < MIN_REPLAYS:
             raise InvalidArgument(
-                f"{self.samples} replays of the graph; a median needs at least {FEWEST_REPLAYS}"
+                f"{self.samples} replays of the graph; a median needs at least {MIN_REPLAYS}"
             )
         if self.num_sms is not None and self.device != "cuda":
             raise InvalidArgument(
@@ -165,58 +165,61 @@ class Case:
                 "leave it out"
             )
 
-    def seed_of(self, tokens: int, rank: int) -> int:
-        """Return the seed of a rank's rows, with which every rank can generate them."""
+    def row_seed(self, tokens: int, rank: int) -> int:
+        """Return the seed of one rank's rows."""
         return (self.seed * 7919 + tokens) * 64 + rank
 
     def trials(self, group: Group) -> Trials:
-        """Yield each variant at each size; its operator is open until the next. Collective."""
+        """Yield every variant at every size. Collective.
+
+        The operator of a trial is open until the next trial is requested.
+        """
         raise NotImplementedError
 
-    def comparable(self) -> Case | None:
-        """Return the case that other libraries run, or None if they have no equivalent."""
+    def baseline_case(self) -> Case | None:
+        """Return the equivalent case for other libraries, or None if there is none."""
         return self
 
-    def title(self) -> str:
-        """Describe sizes and options."""
+    def describe(self) -> str:
+        """Return a title with the sizes and options."""
         raise NotImplementedError
 
-    def bytes_of(self, measured: Measurement, phase: str) -> tuple[float, float]:
-        """Return (logical, wire) bytes of a phase: of one rank's rows, and of the busiest rank."""
+    def phase_bytes(self, measurement: Measurement, phase: str) -> tuple[float, float]:
+        """Return the logical bytes of a phase, and the bytes that the busiest rank transfers."""
         raise NotImplementedError
 
-    def floor_us(self, measured: Measurement, gpus: list[str]) -> float | None:
-        """Return the hardware's lower bound of the whole call in us, or None if unknown."""
+    def floor_us(self, measurement: Measurement, gpus: list[str]) -> float | None:
+        """Return the minimum time of the whole call on this hardware in us, or None if unknown."""
         raise NotImplementedError
 
-    def floor_text(self) -> str:
-        """Describe the floor."""
+    def describe_floor(self) -> str:
+        """Return the formula of `floor_us` as text."""
         raise NotImplementedError
 
-    def columns(self, measured: Measurement) -> dict[str, float | str]:
-        """Return further columns of a row."""
+    def extra_columns(self, measurement: Measurement) -> dict[str, float | str]:
+        """Return the operator's own columns of a table row."""
         return {}
 
-    def notes(self, measured: Sequence[Measurement]) -> list[str]:
+    def format_notes(self, measurements: Sequence[Measurement]) -> list[str]:
         """Return lines to print below the table."""
         return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsCase(Case):
-    """A case of an operator that moves rows of `hidden` elements of `dtype`."""
+    """Parameters of a run whose rows have `hidden` elements of `dtype`."""
 
     hidden: int = 7168
     dtype: str = "bf16"
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """dtype of combined rows."""
+        """Dtype of the results."""
         return DTYPES[self.dtype]
 
     @property
     def capacity(self) -> int:
-        """Capacity of the operator, the largest size."""
+        """Maximum number of tokens per rank."""
         return max(self.tokens)
 
 
@@ -225,220 +228,249 @@ class Report:
     """Results of a run.
 
     Attributes:
-        refused: Variants that are not supported, with reasons.
-        problem: A failed check, after which nothing is timed.
+        machine: Result of `describe_machine`.
+        skipped: Unsupported variants and the reasons.
+        error: Description of a failed check, which ended the run.
     """
 
     case: Case
     machine: dict[str, Any]
-    measured: list[Measurement] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    problem: str | None = None
+    measurements: list[Measurement] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    error: str | None = None
 
 
-def on_ranks(
-    case: Case, body: Callable[..., Any], *args: Any, seconds: float = LIMIT_SECONDS
+def run_on_ranks(
+    case: Case, body: Callable[..., Any], *args: Any, timeout: float = RUN_TIMEOUT
 ) -> list[Any]:
-    """Return `body(group, case, *args)` of each rank. Raises errors of `weft.launch`."""
-    return launch(body, case, *args, ranks=case.ranks, device=case.device, timeout=seconds)
+    """Run `body(group, case, *args)` on every rank and return the results by rank."""
+    return launch(body, case, *args, ranks=case.ranks, device=case.device, timeout=timeout)
 
 
 def run(case: Case, *, quiet: bool = False) -> Report:
-    """Check and time every variant at every size. Raises errors of `weft.launch`."""
-    return Report(case, **on_ranks(case, rank_body, quiet)[0])
+    """Start ranks, and check and time every variant at every size."""
+    return Report(case, **run_on_ranks(case, measure_on_rank, quiet)[0])
 
 
-def rank_body(group: Group, case: Case, quiet: bool) -> dict[str, Any]:
-    """Run the case on one rank; return Report's fields, equal on all ranks."""
-    measured: list[Measurement] = []
-    refused: list[str] = []
-    problem = None
+def measure_on_rank(group: Group, case: Case, quiet: bool) -> dict[str, Any]:
+    """Check and time every variant at every size on one rank.
+
+    Returns:
+        The fields of `Report` other than `case`, identical on all ranks.
+    """
+    measurements: list[Measurement] = []
+    skipped: list[str] = []
+    error = None
     with contextlib.closing(case.trials(group)) as trials:
         for trial in trials:
             name = f"{trial.variant}, {trial.tokens} tokens"
-            if isinstance(trial, Rejection):
-                refused.append(f"{name}: {trial.why}")
+            if isinstance(trial, Skipped):
+                skipped.append(f"{name}: {trial.reason}")
                 continue
             if group.rank == 0 and not quiet:
                 print(f"weft bench {case.operator}: {name}", file=sys.stderr, flush=True)
-            if problem := first_problem(group, trial.check()):
-                problem = f"{name}: {problem}"
+            if error := gather_first_error(group, trial.check()):
+                error = f"{name}: {error}"
                 break
             trial.poison()
-            method, us = measure(group, trial.calls(), samples=case.samples, graph=case.graph)
-            if problem := first_problem(group, trial.compare()):
-                problem = f"{name}: after timing, {problem}"
+            method, us = measure(group, trial.timed_call(), samples=case.samples, graph=case.graph)
+            if error := gather_first_error(group, trial.compare()):
+                error = f"{name}: after timing, {error}"
                 break
-            measured.append(Measurement(trial.variant, trial.tokens, method, us, trial.facts()))
+            measurements.append(
+                Measurement(trial.variant, trial.tokens, method, us, trial.metadata())
+            )
             group.barrier()  # a peer may still be reading from this rank's memory
         group.barrier()
-    if not measured and problem is None:
-        problem = "; ".join(refused)
-    machine = describe_machine(gpu_names(group))
-    return {"machine": machine, "measured": measured, "refused": refused, "problem": problem}
+    if not measurements and error is None:
+        error = "; ".join(skipped)
+    machine = describe_machine(gather_gpu_names(group))
+    return {
+        "machine": machine,
+        "measurements": measurements,
+        "skipped": skipped,
+        "error": error,
+    }
 
 
-def first_problem(group: Group, problem: str | None) -> str | None:
-    """Return the first problem of any rank, so that all ranks stop together."""
-    return next((each for each in group.all_gather(problem) if each), None)
+def gather_first_error(group: Group, error: str | None) -> str | None:
+    """Return the error of the lowest rank that has one, or None. Collective."""
+    return next((text for text in group.all_gather(error) if text), None)
 
 
-def gpu_names(group: Group) -> list[str]:
-    """Return the name of each rank's GPU, empty for CPU ranks. Collective."""
-    cuda = group.device.type == "cuda"
-    name = torch.cuda.get_device_name(group.device) if cuda else ""
+def gather_gpu_names(group: Group) -> list[str]:
+    """Return the GPU name of each rank; empty for CPU ranks. Collective."""
+    is_cuda = group.device.type == "cuda"
+    name = torch.cuda.get_device_name(group.device) if is_cuda else ""
     return [gpu for gpu in group.all_gather(name) if gpu]
 
 
 def synchronize_ranks(group: Group) -> None:
-    """Synchronize this rank's device, then all ranks."""
+    """Wait for the work of this rank's device, then for all ranks."""
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
     group.barrier()
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Overwrite a tensor with bytes that no correct result has."""
+    """Overwrite a tensor with a pattern that no correct result contains."""
     if tensor.dtype.is_floating_point:
         tensor.view(torch.uint8).fill_(POISON)
     else:  # packed scales have strides
         tensor.fill_(-1)
 
 
-def first_row_difference(name: str, rank: int, got: torch.Tensor, want: torch.Tensor) -> str | None:
-    """Return the first token whose row differs in a byte, with both values, or None.
+def describe_first_difference(
+    name: str, rank: int, actual: torch.Tensor, expected: torch.Tensor
+) -> str | None:
+    """Describe the first row that is not bitwise equal, or return None.
 
-    `got` and `want` are `[tokens, columns]` of one dtype.
+    Both tensors are `[tokens, columns]` of one dtype.
     """
-    ours, theirs = (each.clone(memory_format=torch.contiguous_format) for each in (got, want))
-    differ = ours.view(torch.uint8) != theirs.view(torch.uint8)
-    rows = differ.any(dim=1).nonzero()
+    actual_bytes, expected_bytes = (
+        tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        for tensor in (actual, expected)
+    )
+    differs = actual_bytes != expected_bytes
+    rows = differs.any(dim=1).nonzero()
     if not len(rows):
         return None
     token = int(rows[0])
-    columns = differ[token].view(-1, got.itemsize).any(dim=1).nonzero().flatten()[:4].tolist()
+    elements = differs[token].view(-1, actual.itemsize).any(dim=1)
+    columns = elements.nonzero().flatten()[:4].tolist()
     return (
-        f"rank {rank}: {name} of token {token} of {len(got)} is "
-        f"{got[token].double()[columns].tolist()} in columns {columns}, but the reference is "
-        f"{want[token].double()[columns].tolist()}"
+        f"rank {rank}: {name} of token {token} of {len(actual)} is "
+        f"{actual[token].double()[columns].tolist()} in columns {columns}, but the reference is "
+        f"{expected[token].double()[columns].tolist()}"
     )
 
 
-def measure(group: Group, calls: Calls, *, samples: int, graph: bool) -> tuple[str, SamplesOfRank]:
-    """Return the method, and every rank's samples. Collective; all ranks make equal calls.
+def measure(
+    group: Group, call: TimedCall, *, samples: int, graph: bool
+) -> tuple[str, SamplesOfRank]:
+    """Time a call on all ranks. Collective.
 
     Args:
         group: The ranks.
-        calls: The calls to time.
-        samples: Replays of a graph (or rounds of CALLS eager calls) on CUDA, single calls on CPU.
-        graph: Whether to capture on CUDA. CPU ranks have no graphs.
+        call: The call to time.
+        samples: On CUDA, number of replays of a graph of CALLS calls (or of CALLS eager calls); on
+            CPU, number of calls.
+        graph: Whether to capture a CUDA graph if the call is capturable.
+
+    Returns:
+        A description of the method, and the samples of every rank in us by phase.
     """
     if group.device.type == "cuda":
-        method, us = _on_cuda(group, calls, samples, graph=graph and calls.graph)
+        method, us = _measure_cuda(group, call, samples, graph=graph and call.capturable)
     else:
-        method, us = _on_cpu(group, calls, samples)
-    ranks: list[dict[str, list[float]]] = group.all_gather(us)
-    return method, {name: [each[name] for each in ranks] for name in us}
+        method, us = _measure_cpu(group, call, samples)
+    us_by_rank: list[dict[str, list[float]]] = group.all_gather(us)
+    return method, {phase: [rank_us[phase] for rank_us in us_by_rank] for phase in us}
 
 
-Times: TypeAlias = tuple[str, dict[str, list[float]]]  # method; us of each step, the whole last
+Times: TypeAlias = tuple[str, dict[str, list[float]]]  # method, and us by phase
 
 
-def _on_cpu(group: Group, calls: Calls, samples: int) -> Times:
-    rounds = []
+def _measure_cpu(group: Group, call: TimedCall, samples: int) -> Times:
+    step_us = []  # by sample and step
     for _ in range(WARM_UP + samples):
         group.barrier()
-        marks = [time.perf_counter_ns()]
-        for step in calls.steps.values():
+        stamps = [time.perf_counter_ns()]
+        for step in call.steps.values():
             step()
-            marks.append(time.perf_counter_ns())
-        rounds.append([(after - before) / 1e3 for before, after in pairwise(marks)])
-    del rounds[:WARM_UP]
-    us = {name: [times[i] for times in rounds] for i, name in enumerate(calls.steps)}
-    us[calls.whole] = [sum(times) for times in rounds]
+            stamps.append(time.perf_counter_ns())
+        step_us.append([(end - start) / 1e3 for start, end in pairwise(stamps)])
+    del step_us[:WARM_UP]
+    us = {name: [sample[i] for sample in step_us] for i, name in enumerate(call.steps)}
+    us[call.total_phase] = [sum(sample) for sample in step_us]
     return f"host clock, {samples} calls with a barrier before each", us
 
 
-def _on_cuda(group: Group, calls: Calls, samples: int, *, graph: bool) -> Times:
-    _warm_up(calls)
+def _measure_cuda(group: Group, call: TimedCall, samples: int, *, graph: bool) -> Times:
+    _warm_up(call)
 
-    def run_all() -> None:
+    def run_calls() -> None:
         for _ in range(CALLS):
-            calls()
+            call()
 
-    whole = rounds_of(group, capture(run_all).replay if graph else run_all, samples)
-    us = _split(group, calls, samples, graph=graph) if len(calls.steps) > 1 else {}
-    us[calls.whole] = whole
+    total_us = time_rounds(group, capture(run_calls).replay if graph else run_calls, samples)
+    us = _time_steps(group, call, samples, graph=graph) if len(call.steps) > 1 else {}
+    us[call.total_phase] = total_us
     if graph:
         return f"CUDA graph of {CALLS} calls, {samples} replays", us
     return f"eager, CUDA events, {samples} rounds of {CALLS} calls", us
 
 
-def _warm_up(calls: Calls) -> None:
-    """Run eager calls on a side stream, as capture requires; they load modules and start NCCL."""
-    new_stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
-    side = new_stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+def _warm_up(call: TimedCall) -> None:
+    """Run eager calls on a side stream before a capture; they load modules and start NCCL."""
+    create_stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
+    stream = create_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(WARM_UP):
-            calls()
-    torch.cuda.current_stream().wait_stream(side)
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
 
 
-def capture(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Return a graph of the work that `body` enqueues."""
+def capture(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Capture the work that a function enqueues in a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
-    # thread_local: a watchdog thread of torch.distributed may call the driver meanwhile.
+    # thread_local: the watchdog thread of torch.distributed may call the driver during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        body()
+        function()
     return graph
 
 
-def make_events(count: int, **kind: bool) -> list[torch.cuda.Event]:
-    """Return events that record timestamps."""
-    new_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-    return [new_event(enable_timing=True, **kind) for _ in range(count)]
+def create_events(num_events: int, **options: bool) -> list[torch.cuda.Event]:
+    """Create CUDA events with timing."""
+    create_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+    return [create_event(enable_timing=True, **options) for _ in range(num_events)]
 
 
-def rounds_of(group: Group, round_: Callable[[], None], samples: int) -> list[float]:
-    """Return the us per call of `samples` rounds that are queued without a pause.
+def time_rounds(group: Group, run_round: Callable[[], None], samples: int) -> list[float]:
+    """Time rounds of CALLS calls that are enqueued without a pause.
 
-    One more round runs first and absorbs the skew between ranks.
+    An additional first round absorbs the skew between ranks.
+
+    Returns:
+        The us per call of each round.
     """
-    marks = make_events(samples + 1)
+    events = create_events(samples + 1)
     group.barrier()
-    round_()
-    marks[0].record()
-    for mark in marks[1:]:
-        round_()
-        mark.record()
+    run_round()
+    events[0].record()
+    for event in events[1:]:
+        run_round()
+        event.record()
     torch.cuda.synchronize()
-    return [before.elapsed_time(after) * 1e3 / CALLS for before, after in pairwise(marks)]
+    return [start.elapsed_time(end) * 1e3 / CALLS for start, end in pairwise(events)]
 
 
-def _split(group: Group, calls: Calls, samples: int, *, graph: bool) -> dict[str, list[float]]:
-    """Return the us of each step: the mean over a round's calls except the first.
+def _time_steps(
+    group: Group, call: TimedCall, samples: int, *, graph: bool
+) -> dict[str, list[float]]:
+    """Return the us of each step by sample: the mean over a round's calls except the first.
 
-    The first call contains the skew between ranks that synchronizing the hosts causes.
+    The first call includes the skew between ranks after a host synchronization.
     """
-    steps, count = list(calls.steps.values()), len(calls.steps)
+    steps, num_steps = list(call.steps.values()), len(call.steps)
     # A graph records external events at every replay.
-    marks = make_events(count * CALLS + 1, external=graph)
+    events = create_events(num_steps * CALLS + 1, external=graph)
 
-    def run_all() -> None:
-        for mark, step in zip(marks, steps * CALLS, strict=False):
-            mark.record()
+    def run_calls() -> None:
+        for event, step in zip(events, steps * CALLS, strict=False):
+            event.record()
             step()
-        marks[-1].record()
+        events[-1].record()
 
-    round_ = capture(run_all).replay if graph else run_all
-    times: dict[str, list[float]] = {name: [] for name in calls.steps}
+    run_round = capture(run_calls).replay if graph else run_calls
+    us_by_step: dict[str, list[float]] = {name: [] for name in call.steps}
     for _ in range(samples):
         group.barrier()
-        round_()
+        run_round()
         torch.cuda.synchronize()
-        spans = [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)]
-        for step, us in enumerate(times.values()):
-            us.append(sum(spans[count + step :: count]) / (CALLS - 1))
-    return times
+        spans = [start.elapsed_time(end) * 1e3 for start, end in pairwise(events)]
+        for index, step_us in enumerate(us_by_step.values()):
+            step_us.append(sum(spans[num_steps + index :: num_steps]) / (CALLS - 1))
+    return us_by_step

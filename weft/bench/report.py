@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of a run: the table, and JSON with every sample."""
+"""Reports of benchmark runs: a table, and JSON with every sample."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rich.text import Text
 from weft import __version__
 from weft.bench.baselines import MEASURED, BaselineRun
 from weft.bench.harness import Measurement, Report
-from weft.bench.limits import why_no_floor
-from weft.bench.machine import machine_line
+from weft.bench.limits import missing_floor_reason
+from weft.bench.machine import format_machine
 from weft.errors import InvalidArgument
 
 STDOUT = Path("-")
@@ -29,7 +29,7 @@ STDOUT = Path("-")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """us per call. Each statistic is taken per rank; the slowest rank counts."""
+    """Statistics of the us per call, each the maximum over the ranks."""
 
     min: float
     median: float
@@ -37,13 +37,13 @@ class Spread:
     max: float
 
     @classmethod
-    def from_samples(cls, samples_of_rank: Sequence[Sequence[float]]) -> Spread:
-        """Compute the statistics of every rank's samples."""
+    def from_samples(cls, samples_by_rank: Sequence[Sequence[float]]) -> Spread:
+        """Compute the statistics from the samples of every rank."""
         return cls(
-            min=max(min(samples) for samples in samples_of_rank),
-            median=max(statistics.median(samples) for samples in samples_of_rank),
-            p99=max(float(np.percentile(samples, 99)) for samples in samples_of_rank),
-            max=max(max(samples) for samples in samples_of_rank),
+            min=max(min(samples) for samples in samples_by_rank),
+            median=max(statistics.median(samples) for samples in samples_by_rank),
+            p99=max(float(np.percentile(samples, 99)) for samples in samples_by_rank),
+            max=max(max(samples) for samples in samples_by_rank),
         )
 
 
@@ -52,12 +52,12 @@ class Row:
     """One phase of one variant at one size.
 
     Attributes:
-        logical: GB/s if every expert or rank were sent its own rows.
-        moved: Bytes that leave or enter the busiest rank.
+        logical: GB/s of the logical bytes, see `Case.phase_bytes`.
+        moved: Bytes that the busiest rank sends or receives.
         wire: GB/s of `moved`.
-        floor: Least us on this hardware, or None if unknown.
+        floor: Minimum us on this hardware, or None if unknown.
         ratio: median / floor.
-        baselines: us of the whole call at this size, by other library.
+        baselines: Median us of other libraries at this size.
         more: The operator's own columns.
     """
 
@@ -74,110 +74,130 @@ class Row:
     more: dict[str, float | str] = field(default_factory=dict)
 
 
-def rows_of(report: Report, baselines: Sequence[BaselineRun] = ()) -> list[Row]:
-    """Return a row per phase of each measurement, by size."""
-    results = sorted(report.measured, key=lambda each: each.tokens)
-    return [_row(report, each, phase, baselines) for each in results for phase in each.samples_us]
+def build_rows(report: Report, baselines: Sequence[BaselineRun] = ()) -> list[Row]:
+    """Build one row per measurement and phase, sorted by size."""
+    return [
+        _build_row(report, measurement, phase, baselines)
+        for measurement in sorted(report.measurements, key=lambda m: m.tokens)
+        for phase in measurement.samples_us
+    ]
 
 
-def _row(
-    report: Report, measured: Measurement, phase: str, baselines: Sequence[BaselineRun]
+def _build_row(
+    report: Report, measurement: Measurement, phase: str, baselines: Sequence[BaselineRun]
 ) -> Row:
-    case, us = report.case, Spread.from_samples(measured.samples_us[phase])
-    logical, moved = case.bytes_of(measured, phase)
-    unit = us.median * 1e3  # bytes / unit are GB/s
-    row = Row(measured.variant, measured.tokens, phase, us, logical / unit, moved, moved / unit)
-    if phase != case.whole:
+    case, us = report.case, Spread.from_samples(measurement.samples_us[phase])
+    logical, moved = case.phase_bytes(measurement, phase)
+    row = Row(
+        measurement.variant,
+        measurement.tokens,
+        phase,
+        us,
+        logical=logical / us.median / 1e3,  # bytes per ns are GB/s
+        moved=moved,
+        wire=moved / us.median / 1e3,
+    )
+    if phase != case.total_phase:
         return row
-    floor = case.floor_us(measured, report.machine["gpus"])
-    others = {
-        run.library: Spread.from_samples(run.samples_us[measured.tokens][phase]).median
+    floor = case.floor_us(measurement, report.machine["gpus"])
+    baseline_us = {
+        run.library: Spread.from_samples(run.samples_us[measurement.tokens][phase]).median
         for run in baselines
-        if measured.tokens in run.samples_us
+        if measurement.tokens in run.samples_us
     }
     ratio = None if floor is None else us.median / floor
-    return replace(row, floor=floor, ratio=ratio, baselines=others, more=case.columns(measured))
+    return replace(
+        row, floor=floor, ratio=ratio, baselines=baseline_us, more=case.extra_columns(measurement)
+    )
 
 
 def print_report(console: Console, report: Report, baselines: Sequence[BaselineRun] = ()) -> None:
-    """Print the table of a run, and how it was measured."""
-    rows, case = rows_of(report, baselines), report.case
-    console.print(Text.assemble((f"weft bench {case.operator}  ", "bold"), case.title()))
+    """Print the table of a run and a description of the method."""
+    rows, case = build_rows(report, baselines), report.case
+    console.print(Text.assemble((f"weft bench {case.operator}  ", "bold"), case.describe()))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    cells = [_cells(row) for row in rows]
-    others = dict.fromkeys(name for row in rows for name in row.baselines)
-    own = dict.fromkeys(name for row in cells for name in row if name not in others)
-    names = (*own, *others)
+    cells = [_format_cells(row) for row in rows]
+    libraries = dict.fromkeys(name for row in rows for name in row.baselines)
+    columns = dict.fromkeys(name for row in cells for name in row if name not in libraries)
+    names = (*columns, *libraries)
     for name in names:
-        left = name in ("variant", "us")
-        table.add_column(name, justify="left" if left else "right", no_wrap=left)
-    several = any(row.phase != case.whole for row in rows)
+        is_text = name in ("variant", "us")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
+    has_steps = any(row.phase != case.total_phase for row in rows)
     for row, texts in zip(rows, cells, strict=True):
-        last = several and row.phase == case.whole
+        is_total = has_steps and row.phase == case.total_phase
         values = (texts.get(name, "") for name in names)
-        table.add_row(*values, style="bold" if last else "", end_section=last)
+        table.add_row(*values, style="bold" if is_total else "", end_section=is_total)
     console.print(table)
-    console.print(Text("\n".join(_caption(report, rows, baselines)), style="dim"))
+    console.print(Text("\n".join(_format_caption(report, rows, baselines)), style="dim"))
 
 
-def _cells(row: Row) -> dict[str, str]:
-    """Return texts by column; a column without values is omitted."""
+def _format_cells(row: Row) -> dict[str, str]:
+    """Return the text of each column that has a value."""
     cells = {"tokens": str(row.tokens), "variant": row.variant, "us": row.phase}
-    cells |= {name: us_text(value) for name, value in asdict(row.us).items()}
+    cells |= {name: format_us(value) for name, value in asdict(row.us).items()}
     for name, rate in (("logical GB/s", row.logical), ("wire GB/s", row.wire)):
         if rate >= 0.01:
             cells[name] = f"{rate:.1f}" if rate >= 10 else f"{rate:.2f}"
     if row.floor is not None and row.ratio is not None:
-        cells |= {"floor us": us_text(row.floor), "x floor": f"{row.ratio:.2f}"}
+        cells |= {"floor us": format_us(row.floor), "x floor": f"{row.ratio:.2f}"}
     for name, extra in row.more.items():
         cells[name] = extra if isinstance(extra, str) else f"{extra:.2f}"
-    return cells | {name: us_text(value) for name, value in row.baselines.items()}
+    return cells | {name: format_us(value) for name, value in row.baselines.items()}
 
 
-def _caption(report: Report, rows: Sequence[Row], baselines: Sequence[BaselineRun]) -> list[str]:
+def _format_caption(
+    report: Report, rows: Sequence[Row], baselines: Sequence[BaselineRun]
+) -> list[str]:
     case = report.case
     lines = [
-        machine_line(report.machine),
-        f"Checked before and after timing, over poisoned memory: {case.checked}.",
-        *(f"us a call. {text}." for text in dict.fromkeys(each.method for each in report.measured)),
-        "Statistics over a rank's samples, slowest rank shown.",
+        format_machine(report.machine),
+        f"Checked before and after timing, over poisoned memory: {case.check_description}.",
+        *(f"us per call. {text}." for text in dict.fromkeys(m.method for m in report.measurements)),
+        "Statistics over the samples of a rank; the slowest rank is shown.",
     ]
     if any(row.moved for row in rows):
         lines.append("logical: bytes of requested rows; wire: bytes of the busiest rank.")
     if any(row.floor is not None for row in rows):
-        lines.append(f"floor: {case.floor_text()}, measured on H200 (weft/bench/limits.py).")
-    lines += [text for text in (why_no_floor(report.machine["gpus"]),) if text]
-    lines += case.notes(report.measured)
-    lines += [f"Refused: {text}" for text in report.refused]
+        lines.append(f"floor: {case.describe_floor()}, measured on H200 (weft/bench/limits.py).")
+    lines += [text for text in (missing_floor_reason(report.machine["gpus"]),) if text]
+    lines += case.format_notes(report.measurements)
+    lines += [f"Skipped: {text}" for text in report.skipped]
     for run in baselines:
-        how = f" in this run, {run.method}; checked within a tolerance"
-        lines.append(f"{run.library}: {run.status}{how if run.status == MEASURED else ''}.")
+        method = f" in this run, {run.method}; checked within a tolerance"
+        lines.append(f"{run.library}: {run.status}{method if run.status == MEASURED else ''}.")
     return lines
 
 
-def us_text(value: float) -> str:
+def format_us(value: float) -> str:
     """Format a time in us."""
     return f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
 
 
-def as_json(report: Report, baselines: Sequence[BaselineRun] = ()) -> dict[str, Any]:
-    """Return settings, machine, every sample and the table as JSON values."""
+def to_json(report: Report, baselines: Sequence[BaselineRun] = ()) -> dict[str, Any]:
+    """Return the settings, the machine, every sample and the table as JSON values."""
     return {
         "weft": __version__,
         "operator": report.case.operator,
         "settings": asdict(report.case),
         "machine": report.machine,
-        "checked": f"{report.case.checked}, before and after timing",
-        "results": [asdict(measured) for measured in report.measured],
-        "refused": report.refused,
-        "problem": report.problem,
+        "checked": f"{report.case.check_description}, before and after timing",
+        "results": [_measurement_to_json(measurement) for measurement in report.measurements],
+        "refused": report.skipped,
+        "problem": report.error,
         "peers": [asdict(run) for run in baselines],
-        "rows": [asdict(row) for row in rows_of(report, baselines)],
+        "rows": [asdict(row) for row in build_rows(report, baselines)],
     }
 
 
+def _measurement_to_json(measurement: Measurement) -> dict[str, Any]:
+    values = asdict(measurement)
+    values["facts"] = values.pop("metadata")  # the name in recorded results
+    return values
+
+
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON to a file, or to stdout for `-`. Raises InvalidArgument naming the path."""
+    """Write JSON to a file, or to stdout if the path is `-`. Raises InvalidArgument."""
     text = json.dumps(data, indent=1) + "\n"
     if path == STDOUT:
         sys.stdout.write(text)

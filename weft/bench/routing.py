@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert ids of every rank's tokens, and the rows that they put on the wire."""
+"""Generation of expert ids, and the rows and bytes that they transfer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from weft.bench.harness import Measurement, RowsCase
-from weft.bench.limits import PAIR_FIXED_US, link_rate, pair_floor_us
+from weft.bench.limits import PAIR_FIXED_US, link_gb_per_s, pair_floor_us
 from weft.errors import InvalidArgument
 from weft.placement import Placement
 
@@ -18,18 +18,18 @@ ROUTINGS = ("uniform", "perfect", "zipf", "one-hot")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairCase(RowsCase):
-    """A case of pairs of dispatch and combine.
+    """Parameters of a run of dispatch and combine.
 
     Attributes:
         top_k: Experts per token.
-        experts: Experts on all ranks.
-        routing: As in `make_ids`.
-        combine_dtype: As in the operator.
+        experts: Number of experts on all ranks.
+        routing: See `generate_ids`.
+        combine_dtype: See the operator.
         model: Name of the model with these sizes, or None.
         profile: Whether to time kernels that record a trace.
     """
 
-    whole: ClassVar[str] = "pair"
+    total_phase: ClassVar[str] = "pair"
 
     top_k: int = 8
     experts: int = 256
@@ -40,7 +40,7 @@ class PairCase(RowsCase):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that dispatch sends for one token to one rank."""
+        """Bytes of one dispatched row."""
         raise NotImplementedError
 
     @property
@@ -49,93 +49,96 @@ class PairCase(RowsCase):
         raise NotImplementedError
 
     @property
-    def fp8_back(self) -> bool:
-        """Whether combine sends rows as FP8."""
+    def combines_fp8(self) -> bool:
+        """Whether combine sends FP8 rows."""
         return self.combine_dtype == "fp8"
 
     @property
-    def sizes_text(self) -> str:
-        """Model, sizes and routing, for titles."""
+    def sizes_title(self) -> str:
+        """Title with model, sizes and routing."""
         name = f"{self.model}: " if self.model else ""
         return (
             f"{name}{self.ranks} ranks, hidden {self.hidden}, top {self.top_k} of {self.experts} "
             f"experts, routing {self.routing}"
         )
 
-    def rows_back(self, ids_of_rank: list[torch.Tensor]) -> torch.Tensor:
-        """Return the rows that rank j (column) sends back to rank i (row), or the transpose."""
-        return token_rows(ids_of_rank, self.experts)
+    def returned_rows(self, ids_by_rank: list[torch.Tensor]) -> torch.Tensor:
+        """Count the rows that combine returns from rank j to rank i, int64 `[ranks, ranks]`."""
+        return count_token_rows(ids_by_rank, self.experts)
 
-    def traffic(self, ids_of_rank: list[torch.Tensor]) -> dict[str, int]:
-        """Return rows and bytes of the busiest rank, out and back.
+    def count_traffic(self, ids_by_rank: list[torch.Tensor]) -> dict[str, int]:
+        """Count the rows and bytes of the busiest rank in dispatch and in combine.
 
-        `chosen` is the largest number of entries that name an expert, over all ranks.
+        `chosen` is the number of valid top-k entries of the rank with the most.
         """
-        rows_out = max_rank_rows(token_rows(ids_of_rank, self.experts))
-        rows_back = max_rank_rows(self.rows_back(ids_of_rank))
+        rows_out = max_remote_rows(count_token_rows(ids_by_rank, self.experts))
+        rows_back = max_remote_rows(self.returned_rows(ids_by_rank))
         return {
-            "chosen": max(int((ids >= 0).sum()) for ids in ids_of_rank),
+            "chosen": max(int((ids >= 0).sum()) for ids in ids_by_rank),
             "rows_out": rows_out,
             "rows_back": rows_back,
             "out_bytes": rows_out * self.sent_bytes,
             "back_bytes": rows_back * self.returned_bytes,
         }
 
-    def bytes_of(self, measured: Measurement, phase: str) -> tuple[float, float]:
-        """Return the phase's bytes; logical bytes count one row per choice."""
-        facts = measured.facts
-        out, back = phase in ("dispatch", "pair"), phase in ("combine", "pair")
-        logical = facts["chosen"] * (out * self.sent_bytes + back * self.returned_bytes)
-        return logical, out * facts["out_bytes"] + back * facts["back_bytes"]
+    def phase_bytes(self, measurement: Measurement, phase: str) -> tuple[float, float]:
+        """Return the logical bytes, one row per top-k entry, and those of the busiest rank."""
+        traffic = measurement.metadata
+        dispatches, combines = phase in ("dispatch", "pair"), phase in ("combine", "pair")
+        entry_bytes = dispatches * self.sent_bytes + combines * self.returned_bytes
+        moved = dispatches * traffic["out_bytes"] + combines * traffic["back_bytes"]
+        return traffic["chosen"] * entry_bytes, moved
 
-    def floor_us(self, measured: Measurement, gpus: list[str]) -> float | None:
-        """Return the time of the busiest rank's bytes and of two ways through the links."""
-        return pair_floor_us(measured.facts["out_bytes"], measured.facts["back_bytes"], gpus)
+    def floor_us(self, measurement: Measurement, gpus: list[str]) -> float | None:
+        traffic = measurement.metadata
+        return pair_floor_us(traffic["out_bytes"], traffic["back_bytes"], gpus)
 
-    def floor_text(self) -> str:
-        """Describe the floor."""
-        return f"wire bytes / {link_rate(self.ranks):g} GB/s + {PAIR_FIXED_US:g} us"
+    def describe_floor(self) -> str:
+        return f"wire bytes / {link_gb_per_s(self.ranks):g} GB/s + {PAIR_FIXED_US:g} us"
 
 
 def parse_routing(text: str) -> tuple[str, float]:
-    """Return the routing's name, and zipf's exponent (default 1).
+    """Return the name of the routing and the exponent of zipf (default 1).
 
-    Raises InvalidArgument if the exponent is not a number above 0.
+    Raises InvalidArgument if the exponent is not a positive number.
     """
-    word, colon, number = text.partition(":")
-    if word != "zipf":
+    name, colon, number = text.partition(":")
+    if name != "zipf":
         return text, 1.0
     try:
         exponent = float(number) if colon else 1.0
     except ValueError:
         exponent = 0.0
     if not 0 < exponent < 100:
-        raise InvalidArgument(f"routing is {text!r}; write zipf or zipf:EXPONENT, from 0 to 100")
-    return word, exponent
+        raise InvalidArgument(
+            f"routing is {text!r}; write zipf or zipf:EXPONENT with an exponent between 0 and 100"
+        )
+    return name, exponent
 
 
-def make_ids(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
-    """Return the experts of one rank's tokens, int32 `[tokens, top_k]`, distinct within a row.
+def generate_ids(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
+    """Generate the expert ids of one rank's tokens, int32 `[tokens, top_k]`, distinct within a row.
 
-    uniform: random.
-    perfect: token t's k-th expert is on rank (rank + t + k) % ranks, so that every token reaches
-    min(top_k, ranks) ranks, and all ranks and experts get equal shares.
-    zipf: an expert's popularity is 1 / place^s, with places drawn once for the whole run.
-    one-hot: every token picks experts 0 .. top_k - 1, the worst hot spot.
+    uniform: all experts are equally likely.
+    perfect: token t's k-th expert is on rank (rank + t + k) % ranks, so that every token is sent to
+    min(top_k, ranks) ranks, and all ranks and experts receive equal numbers of rows.
+    zipf: an expert of popularity rank r has probability proportional to r^-s. The popularity ranks
+    are a random permutation that is equal in the whole run.
+    one-hot: every token selects experts 0 .. top_k - 1, which is the worst imbalance.
 
     Raises InvalidArgument for an unknown routing or unsupported sizes.
     """
     generator = torch.Generator().manual_seed(case.seed * 1_000_003 + rank * 1009 + tokens)
-    word, exponent = parse_routing(case.routing)
-    match word:
+    name, exponent = parse_routing(case.routing)
+    match name:
         case "uniform" | "zipf":
             popularity = torch.ones(case.experts)
-            if word == "zipf":
-                popularity = places_of(case.experts, case.seed).float() ** -exponent
-            keys = popularity.log() + sample_gumbel((tokens, case.experts), generator)
+            if name == "zipf":
+                popularity = draw_popularity_ranks(case.experts, case.seed).float() ** -exponent
+            keys = popularity.log() + gumbel_noise((tokens, case.experts), generator)
             return keys.topk(case.top_k, dim=1).indices.to(torch.int32)
         case "perfect":
-            return _perfect(case, tokens, rank)
+            return _perfect_ids(case, tokens, rank)
         case "one-hot":
             return torch.arange(case.top_k, dtype=torch.int32).repeat(tokens, 1)
     raise InvalidArgument(
@@ -143,60 +146,61 @@ def make_ids(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
     )
 
 
-def places_of(experts: int, seed: int) -> torch.Tensor:
-    """Return each expert's place by popularity, from 1, int64 `[experts]`."""
+def draw_popularity_ranks(experts: int, seed: int) -> torch.Tensor:
+    """Draw a random permutation of the popularity ranks 1 .. experts, int64 `[experts]`."""
     return torch.randperm(experts, generator=torch.Generator().manual_seed(seed)) + 1
 
 
-def sample_gumbel(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Return Gumbel noise: the top keys of log p + noise are a sample without replacement."""
+def gumbel_noise(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Draw Gumbel noise: the top k of log p + noise are k draws from p without replacement."""
     return -(-torch.rand(shape, generator=generator).clamp_(1e-20, 1 - 1e-7).log()).log()
 
 
-def _perfect(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
-    """Iterate over ranks with k, and over each rank's experts with every full turn."""
+def _perfect_ids(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
+    """Generate the ids of routing "perfect": round robin over ranks and over their experts."""
     ranks, top_k = case.ranks, case.top_k
     placement = Placement.blocks(case.experts, ranks)
-    owned = [placement.experts_of(owner) for owner in range(ranks)]
-    turns = -(-top_k // ranks)
-    if (fewest := min(len(experts) for experts in owned)) < turns:
+    experts_by_rank = [placement.experts_of(owner) for owner in range(ranks)]
+    per_rank = -(-top_k // ranks)  # maximum entries of a token on one rank
+    min_experts = min(len(experts) for experts in experts_by_rank)
+    if min_experts < per_rank:
         raise InvalidArgument(
-            f"routing perfect: top_k={top_k} over {ranks} ranks needs {turns} experts on each, "
-            f"but {case.experts} experts leave {fewest} on one; use --routing uniform"
+            f"routing perfect: top_k={top_k} over {ranks} ranks needs {per_rank} experts per rank, "
+            f"but with {case.experts} experts a rank has {min_experts}; use --routing uniform"
         )
-    first = torch.tensor([experts[0] for experts in owned])
-    count = torch.tensor([len(experts) for experts in owned])
+    first_expert = torch.tensor([experts[0] for experts in experts_by_rank])
+    num_local_experts = torch.tensor([len(experts) for experts in experts_by_rank])
     start = (torch.arange(tokens) + rank).unsqueeze(1)
     k = torch.arange(top_k)
     owner = (start + k) % ranks
-    local = (start // ranks * turns + k // ranks) % count[owner]
-    return (first[owner] + local).to(torch.int32)
+    local = (start // ranks * per_rank + k // ranks) % num_local_experts[owner]
+    return (first_expert[owner] + local).to(torch.int32)
 
 
-def max_rank_rows(rows: torch.Tensor) -> int:
-    """Return the larger number of rows that leave or enter any rank; `rows` is `[from, to]`."""
+def max_remote_rows(rows: torch.Tensor) -> int:
+    """Return the rows that the busiest rank sends or receives; `rows` is `[source, target]`."""
     remote = rows.clone().fill_diagonal_(0)
     return int(torch.maximum(remote.sum(dim=1), remote.sum(dim=0)).max())
 
 
-def token_rows(ids_of_rank: list[torch.Tensor], experts: int) -> torch.Tensor:
-    """Return the token rows that rank i (row) sends to rank j (column), int64 `[ranks, ranks]`.
+def count_token_rows(ids_by_rank: list[torch.Tensor], experts: int) -> torch.Tensor:
+    """Count the tokens that rank i sends to rank j, int64 `[ranks, ranks]`.
 
-    A row is sent once to each rank, even if several of its experts are there.
+    A token is sent to a rank once, even if it selects several experts there.
     """
-    return _rows(ids_of_rank, experts, once=True)
+    return _count_rows(ids_by_rank, experts, per_token=True)
 
 
-def choice_rows(ids_of_rank: list[torch.Tensor], experts: int) -> torch.Tensor:
-    """Return the choices by rank i (row) of rank j's experts (column), int64 `[ranks, ranks]`."""
-    return _rows(ids_of_rank, experts, once=False)
+def count_choice_rows(ids_by_rank: list[torch.Tensor], experts: int) -> torch.Tensor:
+    """Count the top-k entries of rank i that select experts of rank j, int64 `[ranks, ranks]`."""
+    return _count_rows(ids_by_rank, experts, per_token=False)
 
 
-def _rows(ids_of_rank: list[torch.Tensor], experts: int, *, once: bool) -> torch.Tensor:
-    ranks = len(ids_of_rank)
-    owner = torch.tensor((*Placement.blocks(experts, ranks).ranks, -1))  # id -1 indexes the last
+def _count_rows(ids_by_rank: list[torch.Tensor], experts: int, *, per_token: bool) -> torch.Tensor:
+    ranks = len(ids_by_rank)
+    owner = torch.tensor((*Placement.blocks(experts, ranks).ranks, -1))  # id -1 selects the last
     rows = torch.zeros(ranks, ranks, dtype=torch.int64)
-    for source, ids in enumerate(ids_of_rank):
-        hits = owner[ids.long()].unsqueeze(-1) == torch.arange(ranks)
-        rows[source] = (hits.any(dim=1) if once else hits.flatten(0, 1)).sum(dim=0)
+    for source, ids in enumerate(ids_by_rank):
+        is_target = owner[ids.long()].unsqueeze(-1) == torch.arange(ranks)
+        rows[source] = (is_target.any(dim=1) if per_token else is_target.flatten(0, 1)).sum(dim=0)
     return rows

@@ -23,8 +23,8 @@ from rich.text import Text
 
 from weft.bench import allreduce, baselines, layer, lowlatency, moe
 from weft.bench.harness import DTYPES, Case, run
-from weft.bench.plot import matplotlib_pyplot, plot
-from weft.bench.report import STDOUT, as_json, print_report, rows_of, write_json
+from weft.bench.plot import import_pyplot, plot
+from weft.bench.report import STDOUT, build_rows, print_report, to_json, write_json
 from weft.bench.routing import ROUTINGS
 from weft.bench.trace import trace
 from weft.cli.options import DEVICES, choice, chosen_device, wide_console, words
@@ -96,17 +96,17 @@ class CaseOptions(ABC):
         case, timeline = self.case(), getattr(self, "trace", None)
         _check_outputs(self.json, self.plot, timeline)
         report = run(case, quiet=self.quiet)
-        _exit_on(report.problem)
+        _exit_on(report.error)
         if self.json and self.json != STDOUT:
-            write_json(self.json, as_json(report))
+            write_json(self.json, to_json(report))
         runs = baselines.measure_baselines(case, self.libraries)
         if self.json and (runs or self.json == STDOUT):
-            write_json(self.json, as_json(report, runs))
+            write_json(self.json, to_json(report, runs))
         print_report(wide_console(stderr=self.json == STDOUT), report, runs)
         if self.plot:
-            plot(self.plot, rows_of(report, runs), case.title(), report.machine)
+            plot(self.plot, build_rows(report, runs), case.describe(), report.machine)
         if timeline:
-            assert isinstance(case, moe.MoECase | lowlatency.LowCase)
+            assert isinstance(case, moe.MoECase | lowlatency.LowLatencyCase)
             _exit_on(trace(timeline, case))
 
 
@@ -167,7 +167,7 @@ class MoEOptions(PairOptions):
 
     @property
     def libraries(self) -> Sequence[baselines.Baseline]:
-        return baselines.PAIRS if self.peers else ()
+        return baselines.ALLTOALL_BASELINES if self.peers else ()
 
 
 @_command("lowlatency")
@@ -183,7 +183,7 @@ class LowLatencyOptions(PairOptions):
 
     def case(self) -> Case:
         quantize = None if self.quantize == "none" else self.quantize
-        return lowlatency.LowCase(
+        return lowlatency.LowLatencyCase(
             **self.common(), **self.select("scale", "reduce"), quantize=quantize
         )
 
@@ -201,11 +201,11 @@ class AllReduceOptions(CaseOptions):
 
     def case(self) -> Case:
         options = self.select("hidden", "dtype", "epilogue")
-        return allreduce.ReduceCase(**self.common(), **options, backends=words(self.backend))
+        return allreduce.AllReduceCase(**self.common(), **options, backends=words(self.backend))
 
     @property
     def libraries(self) -> Sequence[baselines.Baseline]:
-        return baselines.REDUCES if self.peers else ()
+        return baselines.ALLREDUCE_BASELINES if self.peers else ()
 
 
 @_command("layer")
@@ -278,7 +278,7 @@ def _check_outputs(json: Path | None, picture: Path | None, timeline: Path | Non
             f"--plot is {picture}; its suffix chooses the format: .png, .svg, .pdf"
         )
     if picture is not None:
-        matplotlib_pyplot()
+        import_pyplot()
 
 
 def _exit_on(problem: str | None) -> None:

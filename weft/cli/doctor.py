@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from weft.bench.machine import ask_nvidia_smi, driver_version
+from weft.bench.machine import query_nvidia_smi, read_driver_version
 from weft.cli.findings import Finding, Line, Status, basic_lines, line
 from weft.cuda.driver import call_driver, load_driver
 from weft.cuda.memory import fabric_works
@@ -106,7 +106,7 @@ def _arch(device: int) -> str:
 def _gpus() -> Iterator[Line]:
     count = gpu_count()
     if not count:
-        seen = ask_nvidia_smi("-L") is not None
+        seen = query_nvidia_smi("-L") is not None
         remedy = "nvidia-smi sees GPUs: check CUDA_VISIBLE_DEVICES and the driver's version"
         if not torch.version.cuda:
             remedy = "nvidia-smi sees GPUs, but this torch is CPU only: install torch for CUDA"
@@ -117,7 +117,7 @@ def _gpus() -> Iterator[Line]:
         p = torch.cuda.get_device_properties(device)
         detail = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}, driver "
         remedy = "weft is written for sm_90 and newer; older GPUs are not tested"
-        known = driver_version() or "unknown"
+        known = read_driver_version() or "unknown"
         yield line(f"cuda:{device}", p.major >= 9, detail + known, remedy, "warn")
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     denied = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
@@ -128,7 +128,7 @@ def _gpus() -> Iterator[Line]:
     detail = f"denied: {', '.join(denied)}" if denied else "every pair" if pairs else "one GPU"
     yield line("peer access", not denied, detail, remedy)
     if count > 1:
-        yield _nvlink(ask_nvidia_smi("topo", "-m"))
+        yield _nvlink(query_nvidia_smi("topo", "-m"))
     try:
         load_driver()
     except DriverError:

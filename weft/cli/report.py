@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import __version__
-from weft.bench.machine import ask_nvidia_smi, cpu_name, describe_code
+from weft.bench.machine import describe_code, query_nvidia_smi, read_cpu_name
 from weft.cli.findings import Finding, torch_problem
 from weft.errors import InvalidArgument
 
@@ -42,7 +42,7 @@ PACKAGES = re.compile(
 
 def report(findings: list[Finding]) -> dict[str, Any]:
     """Return a bug report as JSON values: section -> name -> value."""
-    topology = ask_nvidia_smi("topo", "-m") or "none"
+    topology = query_nvidia_smi("topo", "-m") or "none"
     packages = {
         each.metadata["Name"]: each.version
         for each in importlib.metadata.distributions()
@@ -55,7 +55,7 @@ def report(findings: list[Finding]) -> dict[str, Any]:
         "system": {
             "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
             "libc": " ".join(platform.libc_ver()),
-            "cpu": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} x {cpu_name()}",
+            "cpu": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} x {read_cpu_name()}",
             "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') >> 20} MiB",
             "memory of the control group": _read("/sys/fs/cgroup/memory.max"),
             "/dev/shm": f"{shared.free >> 20} of {shared.total >> 20} MiB free" if shared else "",

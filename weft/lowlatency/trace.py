@@ -67,7 +67,7 @@ class Work:
         credited_ns: When it had the peers' credits.
         learned_ns: When it had the metadata.
         end_ns: When it finished.
-        waited_ns: How long the first warp waited, by source; in a combine, all under its own rank.
+        wait_time_ns: Wait of the first warp by source; in a combine, the sum under its own rank.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class Work:
     credited_ns: int
     learned_ns: int
     end_ns: int
-    waited_ns: tuple[int, ...]
+    wait_time_ns: tuple[int, ...]
 
 
 def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
@@ -127,7 +127,7 @@ def _work(line: ctypes.Structure, rank: int, ranks: int, clock: float) -> Work:
         credited_ns=to_ns(line.credited),
         learned_ns=to_ns(line.learned),
         end_ns=to_ns(line.ended),
-        waited_ns=tuple(round(line.waited[source] * clock) for source in range(ranks)),
+        wait_time_ns=tuple(round(line.waited[source] * clock) for source in range(ranks)),
     )
 
 
@@ -185,7 +185,7 @@ def _slices(work: Work, shift_ns: float) -> Iterator[Event]:
         args: Event = {"epoch": work.epoch, "role": work.role, "units": work.units}
         if work.role == "receiver":
             args["waited_us"] = {
-                f"rank {source}": ns / 1e3 for source, ns in enumerate(work.waited_ns) if ns
+                f"rank {source}": ns / 1e3 for source, ns in enumerate(work.wait_time_ns) if ns
             }
         yield {
             "ph": "X",

@@ -56,7 +56,7 @@ class Span:
         """When the wait for the last rank ended; at least `published_ns`."""
         return max(self.published_ns, *self.arrived_ns)
 
-    def waited_ns(self, peer: int) -> int:
+    def wait_time_ns(self, peer: int) -> int:
         """Return how long this rank waited for `peer` after it had published its own flags."""
         return max(0, self.arrived_ns[peer] - self.published_ns)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The all-to-all as collectives of torch.distributed, as a baseline.
+"""Baseline of the all-to-all that uses collectives of torch.distributed.
 
-Dispatch is an all-gather and combine a reduce-scatter. Every rank receives every token, so the
-collectives move ep_size / destinations times the bytes of a one-sided exchange.
+Dispatch is an all-gather, and combine a reduce-scatter. Every rank receives every token, so the
+collectives transfer ep_size / destinations times the bytes of a one-sided exchange.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from weft.group import Group
 from weft.group.torch_groups import all_gather
 from weft.placement import Placement
 
-# torch 2.13 renamed it and deprecated the old name.
+# torch 2.13 renamed reduce_scatter_tensor and deprecated the old name.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Gathered:
-    """Rows in fixed slots; every rank must pass max_tokens tokens."""
+class CollectiveAllToAll:
+    """All-to-all by all-gather and reduce-scatter; every rank must pass max_tokens tokens."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Gathered:
     def dispatch(
         self, x: Sequence[torch.Tensor], topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Received:
-        """Send tokens, as `weft.AllToAll.dispatch` does."""
+        """Gather the tokens of all ranks; same interface as `weft.AllToAll.dispatch`."""
         for plane, tensor, payload in zip(self._planes, x, self._payloads, strict=True):
             rows = tensor.reshape(len(tensor), math.prod(payload.shape)).view(torch.uint8)
             all_gather(plane, rows.contiguous(), group=self._process_group)
@@ -75,11 +75,11 @@ class Gathered:
         return Received(planes, ids, self._weights.view(ids.shape), self._counts)
 
     def output(self) -> torch.Tensor:
-        """Return the buffer for experts' rows."""
+        """Return the buffer for the rows that experts return."""
         return self._output
 
     def combine(self) -> torch.Tensor:
-        """Return the sums, as `weft.AllToAll.combine`, but in the collective's order."""
+        """Return the sum of each token's rows, added in the order of the collective."""
         rows = torch.where(self._has_expert, self._output.float(), 0.0)
         reduce_scatter(self._reduced, rows.flatten(0, 1), group=self._process_group)
         return self._reduced.to(self._output.dtype)
