@@ -200,23 +200,24 @@ def test_clear_under_a_builder_keeps_what_it_builds(cache: Cache) -> None:
     assert cache.fetch(KEY, refuse, dict(META)) == b"code"
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o777, 0o702, 0o720, 0o1777, 0o2770])
-def test_directory_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
-    cache = Cache(tmp_path / "cache")
-    cache.path.chmod(mode)
-    refuses(rf"mode {mode:04o}.*expected 0700: chmod 700", lambda: Cache(cache.path))
-    refuses(rf"mode {mode:04o}", lambda: store(cache))  # checked at every use
-
-
-@pytest.mark.parametrize("mode", [0o770, 0o703])
-def test_parent_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
-    top = tmp_path / "top"
-    cache = Cache(top / "between" / "cache")
-    top.chmod(mode)
-    for use in (lambda: Cache(cache.path), lambda: store(cache)):
-        refuses(rf"{top} has mode {mode:04o}.*chmod go-w {top}", use)
-    top.chmod(mode | 0o1000)  # nobody can rename what is not theirs
-    assert store(cache) == b"code"
+@pytest.mark.parametrize(
+    ("parts", "mode"),
+    [
+        *(("top/cache", mode) for mode in (0o770, 0o777, 0o702, 0o720, 0o1777, 0o2770)),
+        *(("top", mode) for mode in (0o770, 0o703)),
+    ],
+)
+def test_a_directory_that_others_may_write_is_refused(
+    tmp_path: Path, parts: str, mode: int
+) -> None:
+    cache, place = Cache(tmp_path / "top" / "cache"), tmp_path / parts
+    place.chmod(mode)
+    fix = f"chmod go-w {place}" if parts == "top" else "expected 0700: chmod 700"
+    for use in (lambda: Cache(cache.path), lambda: store(cache)):  # checked at every use
+        refuses(rf"{place} has mode {mode:04o}.*{fix}", use)
+    if parts == "top":
+        place.chmod(mode | 0o1000)  # nobody can rename what is not theirs
+        assert store(cache) == b"code"
 
 
 @needs_root

@@ -5,12 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-import torch
-
 import weft
 from tests.ranks import on_ranks
-from weft.errors import OutOfOrder
 from weft.runtime import library
 
 SIZES: dict[str, Any] = {"max_tokens": 6, "top_k": 4, "num_experts": 16, "hidden": 32}
@@ -25,12 +21,3 @@ def test_a_graph_of_other_sizes_is_another_graph(group: weft.Group) -> None:
     for owner in owners:
         owner.close()
     assert names[0] == names[1] != names[2]
-
-
-@on_ranks(1, "threads")
-def test_a_compiled_graph_outlives_its_all_to_all_with_an_error(group: weft.Group) -> None:
-    a2a = weft.AllToAll(group, **SIZES)
-    handle, order = a2a.library_handle, a2a.order_tensor
-    a2a.close()
-    with pytest.raises(OutOfOrder):
-        torch.ops.weft.combine(None, torch.zeros(1), None, order, handle)
