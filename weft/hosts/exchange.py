@@ -89,7 +89,7 @@ class ManyHosts:
         self, local: Exchange, rail: Rail, hosts: int, raise_if_broken: Callable[[], None]
     ) -> None:
         self._local, self._rail, self._hosts = local, rail, hosts
-        self._raise_if_broken = weakref.WeakMethod(raise_if_broken)
+        self._raise_if_broken = _hold_weakly(raise_if_broken)
         self._sent: tuple[CallRecord, int] | None = None  # dispatch in flight: call and rows
 
     def dispatch(
@@ -103,7 +103,7 @@ class ManyHosts:
         stats: torch.Tensor | None,
         rows: int,
     ) -> None:
-        """Send rows to the other hosts; with entry "dispatch", also receive and forward theirs."""
+        """Send rows to the other hosts; for entry "dispatch", also run `dispatch_receive`."""
         self._rail.send(tensors, topk_ids, topk_weights, num_tokens, stats, rows, call)
         self._sent = call, rows
         if entry == "dispatch":
@@ -126,22 +126,22 @@ class ManyHosts:
         )
 
     def combine_send(self, rows: int, tokens: int) -> None:
-        """Sum within this host, and start to return the sums."""
+        """Sum the rows within this host and start to return the sums."""
         self._return_sums("combine", rows)
 
     def combine(self, entry: str, out: torch.Tensor, add: torch.Tensor | None, rows: int) -> None:
-        """Add the sums of all hosts; return this host's first unless `combine_send` has."""
+        """Add the sums of all hosts, after `combine_send` unless it has run."""
         if not self._rail.is_returning:
             self._return_sums(entry, rows)
         self._rail.receive_sums(out, add)
 
     def finish(self, rows: int) -> None:
-        """End the round within this host."""
+        """End the round within this host, without sums."""
         self._local.finish(self._hosts * rows)
 
     def _return_sums(self, entry: str, rows: int) -> None:
         self._local.combine(entry, self._rail.sums(rows), None, self._hosts * rows)
-        _call(self._raise_if_broken)
+        self._raise_if_broken()
         self._rail.send_sums(rows)
 
 
@@ -204,7 +204,7 @@ class LowLatencyManyHosts(Generic[SlotT]):
         raise_if_broken: Callable[[], None],
     ) -> None:
         self._local, self._rail, self._max_tokens, self._pack = local, rail, max_tokens, pack
-        self._raise_if_broken = weakref.WeakMethod(raise_if_broken)
+        self._raise_if_broken = _hold_weakly(raise_if_broken)
         # Of the dispatch in flight.
         self._sent: tuple[CallRecord, SlotT, Mapping[str, torch.Tensor]] | None = None
         self._weights: dict[int, torch.Tensor | None] = {}  # of the dispatch in each slot
@@ -219,7 +219,7 @@ class LowLatencyManyHosts(Generic[SlotT]):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None,
     ) -> None:
-        """Send rows to the other hosts; with entry "dispatch", also receive and forward theirs."""
+        """Send rows to the other hosts; for entry "dispatch", also run `dispatch_receive`."""
         rows = (self._pack(x),)
         self._rail.send(rows, topk_ids, topk_weights, None, None, self._max_tokens, call)
         self._weights[slot.index] = topk_weights
@@ -247,16 +247,19 @@ class LowLatencyManyHosts(Generic[SlotT]):
         add: torch.Tensor | None,
         order: int,
     ) -> None:
-        """Sum within this host and return the sums; with entry "combine", also add all hosts'."""
+        """Sum within this host and start to return the sums.
+
+        For entry "combine", also run `combine_receive`.
+        """
         self._check_weights(slot, topk_weights)
         rail, rows = self._rail, self._max_tokens
         arrived = rail.arrived(rows, slot.index)
         routing = arrived.ids, arrived.weights
         self._local.combine("combine", slot, y, counts, *routing, rail.sums(rows), None, order)
-        _call(self._raise_if_broken)
+        self._raise_if_broken()
         rail.send_sums(rows)
         if entry == "combine":
-            rail.receive_sums(out, add)
+            self.combine_receive(out, add)
 
     def combine_receive(self, out: torch.Tensor, add: torch.Tensor | None) -> None:
         """Add the sums of all hosts."""
@@ -276,8 +279,13 @@ class LowLatencyManyHosts(Generic[SlotT]):
             )
 
 
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call a bound method of the operator, which is in a call and so alive."""
-    function = method()
-    assert function is not None
-    function()
+def _hold_weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Return a call of a bound method that does not keep its object, the operator, alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        assert bound is not None  # the operator is in a call
+        bound()
+
+    return call
