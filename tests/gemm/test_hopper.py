@@ -146,7 +146,6 @@ def compiled() -> None:
 @pytest.fixture
 def hopper(
     device: str,
-    one_thread: None,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Hopper:

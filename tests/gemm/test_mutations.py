@@ -16,7 +16,7 @@ from tests.mutations import GEMM, WRONG, Mutation
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, kernels, reference
 from weft.gemm.config import MXFP4
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 # Swapped and normal tiles in turn, enough for the ring of stages to wrap.
 FP8 = Case(counts=(40, 130, 120, 5, 30), n=256, k=384)
