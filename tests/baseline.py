@@ -25,20 +25,20 @@ def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
-def state():
+def resource_counts():
     """Return the numbers of descriptors, mapped shares and all mappings of this process."""
     gc.collect()
     with open("/proc/self/maps", encoding="utf-8") as file:
         return open_files(), shares_mapped(), len(file.readlines())
 
 
-def reserved():
+def inaccessible_mappings():
     """Return the number of inaccessible mappings; each heap makes at least one."""
     with open("/proc/self/maps", encoding="utf-8") as file:
         return sum(line.split()[1] == "---p" for line in file)
 
 
-def raised(call, *args, **options):
+def call_outcome(call, *args, **options):
     """Call a function and return [error name or "nothing", error text, seconds] as JSON values."""
     started = time.monotonic()
     try:

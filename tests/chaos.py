@@ -42,7 +42,7 @@ import pytest
 import torch
 
 import weft
-from tests.baseline import state
+from tests.baseline import resource_counts
 from tests.moe.test_moe_recovery import CASE as LAYER
 from tests.moe.test_moe_recovery import THRICE, WAYS
 from tests.moe.test_relocation import hold, open_layer
@@ -127,7 +127,7 @@ class Plan:
     newcomers: tuple[Death | None, ...]
 
     @classmethod
-    def of(cls, seed: int) -> Plan:
+    def from_seed(cls, seed: int) -> Plan:
         draw = random.Random(seed)
         meets, replaces = draw.random() < 1 / 6, draw.random() < 0.5
         victims = draw.sample(range(RANKS), draw.choice((1, 1, 2)))
@@ -245,7 +245,7 @@ class Rank:
             return
         operator = self.operators[kind]
         if kind == "layer":
-            x, logits = LAYER.next(seed=step).of(self.group.rank, self.group.device)
+            x, logits = LAYER.next(seed=step).inputs_of(self.group.rank, self.group.device)
             hold(operator, LAYER, operator(x, logits), step)
         else:
             self.subjects[kind].play(step, living)
@@ -376,9 +376,9 @@ class Newcomers:
 def newcomer(
     address: str, rank: int, seed: int, death: Death | None, folder: str, number: int
 ) -> None:
-    plan = Plan.of(seed)
+    plan = Plan.from_seed(seed)
     with stacks(Path(folder), f"newcomer {rank} {number}"):
-        before = state()
+        before = resource_counts()
         if death is not None:
             death.arm()
         try:
@@ -418,15 +418,15 @@ def stacks(folder: Path, name: str) -> Iterator[None]:
 
 def outcome(this: Rank, before: tuple[int, int, int]) -> dict[str, Any]:
     """Return what is left after the operators of a rank are closed."""
-    after = state()
+    after = resource_counts()
     kept = {"mapped": after[1] - before[1], "files": after[0] - before[0]}
     return {"living": this.group.living, "recoveries": this.recoveries, **kept}
 
 
 def rank_body(group: weft.Group, seed: int, folder: str) -> dict[str, Any]:
     with stacks(Path(folder), f"rank {group.rank}"):
-        before = state()
-        this = Rank(group, Plan.of(seed), Path(folder))
+        before = resource_counts()
+        this = Rank(group, Plan.from_seed(seed), Path(folder))
         with ExitStack() as stack:
             this.open(stack)
             this.run()
@@ -435,9 +435,9 @@ def rank_body(group: weft.Group, seed: int, folder: str) -> dict[str, Any]:
 
 def arrive(meeting: Meeting, rank: int, seed: int, folder: str) -> None:
     """Meet the other ranks for the first time while some are killed."""
-    death = Plan.of(seed).deaths.get(rank)
+    death = Plan.from_seed(seed).deaths.get(rank)
     with stacks(Path(folder), f"rank {rank}"):
-        before, began = state(), time.monotonic()
+        before, began = resource_counts(), time.monotonic()
         if death is not None:
             death.arm()
         reported, text = "met", ""
@@ -449,7 +449,7 @@ def arrive(meeting: Meeting, rank: int, seed: int, folder: str) -> None:
                 group.barrier()
         except RendezvousFailed as error:
             reported, text = "RendezvousFailed", str(error)
-        took, after = time.monotonic() - began, state()
+        took, after = time.monotonic() - began, resource_counts()
         came_with = before[0] - (meeting.listener is not None)  # which the hub has closed
         result = {"files": after[0] - came_with, "mapped": after[1] - before[1]}
         messages = {"said": reported, "text": text, "seconds": took, **result}
@@ -519,7 +519,7 @@ def work(plan: Plan, folder: Path) -> None:
 
 def one_run(seed: int) -> None:
     """Play one seed. Raises AssertionError with the seed and the stacks of hanging ranks."""
-    plan = Plan.of(seed)
+    plan = Plan.from_seed(seed)
     fork_server()  # whose own directory is not one of this run
     shared = in_shared_memory()
     with (
@@ -573,7 +573,7 @@ def main() -> None:
     end = time.monotonic() + seconds
     while (start := time.monotonic()) < end:
         one_run(seed)
-        print(f"{seed}, {time.monotonic() - start:.1f} s: {Plan.of(seed)}", flush=True)
+        print(f"{seed}, {time.monotonic() - start:.1f} s: {Plan.from_seed(seed)}", flush=True)
         seed += 1
 
 

@@ -17,7 +17,7 @@ import torch
 import weft
 from tests.lowlatency_rounds import Mode
 from tests.moe.layers import CONFIGS, Case
-from tests.rounds import Round, bits, settle
+from tests.rounds import Round, bits, synchronize
 from tests.sums import Sum
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant
 from weft.lowlatency.reference import unpack_scales
@@ -26,7 +26,9 @@ from weft.lowlatency.results import ExpertRows
 PATIENT: dict[str, Any] = {"timeout": 200.0}  # ranks compile for longer than two seconds apart
 
 
-def same(got: tuple[torch.Tensor | None, ...], wanted: tuple[torch.Tensor | None, ...]) -> None:
+def assert_same(
+    got: tuple[torch.Tensor | None, ...], wanted: tuple[torch.Tensor | None, ...]
+) -> None:
     """Assert that results are equal byte for byte, or both None."""
     assert len(got) == len(wanted)
     for place, (one, other) in enumerate(zip(got, wanted, strict=True)):
@@ -37,7 +39,7 @@ def same(got: tuple[torch.Tensor | None, ...], wanted: tuple[torch.Tensor | None
         assert int((bits(one) != bits(other)).sum()) == 0, place
 
 
-def compiled(body: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def compile_body(body: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     """Compile the body as one graph. Results of a captured graph last until the next call."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -53,7 +55,7 @@ def compiled(body: Callable[..., Any], options: dict[str, Any]) -> Callable[...,
     return call
 
 
-def alike(
+def compare_compiled(
     group: weft.Group,
     body: Callable[..., Any],
     options: dict[str, Any],
@@ -62,15 +64,15 @@ def alike(
     turns: tuple[tuple[int, ...], ...],
 ) -> None:
     """Compare the compiled body with the eager one for several sizes of a case."""
-    traced = compiled(body, options)
+    traced = compile_body(body, options)
     for seed, tokens in enumerate(turns):
         now: Any = case.next(tokens=tokens[: group.size], seed=seed)
-        args = now.of(group.rank, group.device)[:3]  # without what a round adds
-        same(traced(what, *args), body(what, *args))
-        settle(group.device)
+        args = now.inputs_of(group.rank, group.device)[:3]  # without what a round adds
+        assert_same(traced(what, *args), body(what, *args))
+        synchronize(group.device)
 
 
-def chain(
+def run_chain(
     ar: weft.AllReduce,
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -88,7 +90,7 @@ def chain(
     return a.norm, a.residual, b.residual, b.norm, b.quant, b.scale, c.out * 3
 
 
-def finalized(
+def run_finalize(
     ar: weft.AllReduce,
     rows: torch.Tensor,
     index: torch.Tensor,
@@ -117,7 +119,7 @@ def finalized(
 TURNS = ((5, 3), (0, 8), (4, 4), (6, 0))  # tokens of the ranks, call by call
 
 
-def reduces(
+def compare_all_reduces(
     group: weft.Group,
     options: dict[str, Any],
     quants: tuple[str, ...],
@@ -134,16 +136,16 @@ def reduces(
     }
     with weft.AllReduce(group, max_tokens=16, hidden=256, **PATIENT) as ar:
         for name in quants:
-            traced = compiled(chain, options)
+            traced = compile_body(run_chain, options)
             for tokens in sizes:
                 case = Sum(tokens, seed=tokens)
                 residual, weight = case.shared(device)
                 # A parameter, as a model has: without gradients it is a tensor like any other.
                 args = (case.rows(group.rank, device), residual, torch.nn.Parameter(weight))
                 with torch.no_grad():
-                    same(traced(ar, *args, specs[name]), chain(ar, *args, specs[name]))
-                settle(group.device)
-        traced = compiled(finalized, options)
+                    assert_same(traced(ar, *args, specs[name]), run_chain(ar, *args, specs[name]))
+                synchronize(group.device)
+        traced = compile_body(run_finalize, options)
         for tokens in sizes[:2]:
             case = Sum(tokens, seed=tokens)
             rows = case.next(tokens=9).rows(group.rank, device)
@@ -151,8 +153,8 @@ def reduces(
             scales = torch.rand(index.shape, device=device)
             residual, weight = case.shared(device)
             parts = (rows, index, scales, residual, weight)
-            same(traced(ar, *parts), finalized(ar, *parts))
-            settle(group.device)
+            assert_same(traced(ar, *parts), run_finalize(ar, *parts))
+            synchronize(group.device)
         ar.check()
 
 
@@ -166,7 +168,7 @@ def own_experts(a2a: weft.LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
     return (rows * (1 + experts / 8)).to(a2a.dtype)
 
 
-def two_alive(
+def run_two_live(
     a2a: weft.LowLatencyAllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     """Hold two results, combine them in reverse order, and read both after their combine."""
@@ -186,7 +188,7 @@ LOW_MODES = {
 }
 
 
-def low_rounds(
+def compare_low_latency(
     group: weft.Group,
     options: dict[str, Any],
     modes: tuple[str, ...],
@@ -197,13 +199,13 @@ def low_rounds(
         mode = replace(LOW_MODES[name], more=PATIENT)
         case = Round((5, 3), top_k=3, experts=8, hidden=512)
         with mode.make(group, case, 8) as a2a:
-            alike(group, two_alive, options, a2a, case, turns)
+            compare_compiled(group, run_two_live, options, a2a, case, turns)
             assert a2a.traced_handles.taken == (False, False)
             assert not a2a.traced_handles.alive
             a2a.check()
 
 
-def in_place(
+def run_in_place(
     a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     """Write experts' results into output() in parts, twice, between dispatch and combine."""
@@ -219,17 +221,17 @@ def in_place(
     return outs[0] * 2, outs[1] + outs[0]
 
 
-def rank_rounds(
+def compare_all_to_all(
     group: weft.Group, options: dict[str, Any], turns: tuple[tuple[int, ...], ...] = TURNS
 ) -> None:
     """Compare AllToAll with experts that write into its output, for several sizes."""
     case = Round((5, 3), top_k=3, experts=8, hidden=64)
     with weft.AllToAll(group, **case.sizes(8), **PATIENT) as a2a:
-        alike(group, in_place, options, a2a, case, turns)
+        compare_compiled(group, run_in_place, options, a2a, case, turns)
         a2a.check()
 
 
-def stacked(
+def run_two_layers(
     layer: weft.MoE, x: torch.Tensor, logits: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     """Run two layers, the second in place, then the steps of a layer one by one."""
@@ -237,10 +239,10 @@ def stacked(
     hidden = first + x
     layer(hidden, logits.flip(1), out=hidden)
     ids, weights = layer.route(logits)
-    return first * 2, hidden - x, by_hand(layer, hidden, ids, weights)
+    return first * 2, hidden - x, run_steps(layer, hidden, ids, weights)
 
 
-def by_hand(
+def run_steps(
     layer: weft.MoE, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     exchange = layer.exchange
@@ -253,7 +255,7 @@ def by_hand(
     return exchange.combine(layer.experts(rows), ids, weights, rows.handle, add=x)
 
 
-def layers(
+def compare_layers(
     group: weft.Group,
     options: dict[str, Any],
     built: dict[str, Any],
@@ -262,10 +264,10 @@ def layers(
     """Compare compiled layers with eager ones, with eager calls in between and afterwards."""
     case = Case(CONFIGS["deepseek"], tokens=(6, 3))
     with case.open(group, max_tokens=8, **built, **PATIENT) as layer:
-        x, logits = case.next(tokens=case.tokens[: group.size]).of(group.rank, group.device)
+        x, logits = case.next(tokens=case.tokens[: group.size]).inputs_of(group.rank, group.device)
         before = layer(x, logits)
-        alike(group, stacked, options, layer, case, turns)
+        compare_compiled(group, run_two_layers, options, layer, case, turns)
         after = layer(x, logits)
-        settle(group.device)
+        synchronize(group.device)
         layer.check()
-        same((after,), (before,))
+        assert_same((after,), (before,))

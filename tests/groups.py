@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from tests.rounds import bits, settle
+from tests.rounds import bits, synchronize
 from weft.alltoall.received import Received
 from weft.errors import TokenOverflow
 from weft.grouping.operator import ExpertGroups
@@ -106,7 +106,7 @@ def check_round(a2a: weft.AllToAll, groups: ExpertGroups, received: Received) ->
     for got_bytes, plane in planes:
         assert torch.equal(got_bytes, plane)
     check_scatter(a2a, groups, inputs, expected)
-    settle(d)
+    synchronize(d)
     if expected.overflows:
         with pytest.raises(TokenOverflow) as caught:
             a2a.check()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invalid values by kind of argument, and checks that public calls refuse all of them.
 
-A `Row` describes one public call: the kind of each parameter. `refuses` passes every hostile value
-of its kind to each parameter and expects a UsageError that names the parameter and shows the value
-or its type. Tests then run a valid round, which must give the same bits as before.
+A `Row` describes one public call: the kind of each parameter. `assert_refusals` passes every
+hostile value of its kind to each parameter and expects a UsageError that names the parameter and
+shows the value or its type. Tests then run a valid round, which must give the same bits as before.
 """
 
 from __future__ import annotations
@@ -49,28 +49,34 @@ class Kind:
         return Kind(self.values, none=True)
 
 
-def listed(*values: Any) -> Kind:
+def kind_of_values(*values: Any) -> Kind:
     """Return a kind with these invalid values."""
     return Kind(lambda _: list(values))
 
 
 WHOLE = (True, 1.5, NAN, "8", b"8", [8], torch.tensor(8), Stranger(), 10**30, 10**5000, -(10**30))
-COUNT = listed(*WHOLE, 0, -1)  # from 1
-AMOUNT = listed(*WHOLE, -1)  # from 0
-FLAG = listed("no", "", 0, 1, 1.0, [], np.bool_(True), torch.tensor(True), Stranger())
-WORD = listed("nope", b"fp8", 3, True, 0.5, ["push"], torch.zeros(2), np.zeros(2), Stranger())
-SECONDS = listed(NAN, INF, -INF, -1.0, 0, "2", True, [1.0], 1e30, 10**400, torch.tensor(1.0))
-REAL = listed(NAN, INF, "1", True, [1.0], 1j, 10**400, torch.tensor(1.0), Stranger())
-POSITIVE = listed(NAN, INF, "1", True, [1.0], 1j, 0.0, -1.0, torch.tensor(1.0), Stranger())
-DTYPE = listed("bfloat16", 7, True, torch.complex64, torch.quint8, torch.int8, np.float32, [])
-ANY_DTYPE = listed("bfloat16", 7, True, np.float32, [])
-THING = listed("x", 7, True, [], torch.zeros(2), Stranger())  # an instance of some class
-CALLED = listed("x", 7, True, [], torch.zeros(2))  # a function
-TEXT = listed(7, True, [], b"x", Stranger())
+COUNT = kind_of_values(*WHOLE, 0, -1)  # from 1
+AMOUNT = kind_of_values(*WHOLE, -1)  # from 0
+FLAG = kind_of_values("no", "", 0, 1, 1.0, [], np.bool_(True), torch.tensor(True), Stranger())
+WORD = kind_of_values(
+    "nope", b"fp8", 3, True, 0.5, ["push"], torch.zeros(2), np.zeros(2), Stranger()
+)
+SECONDS = kind_of_values(
+    NAN, INF, -INF, -1.0, 0, "2", True, [1.0], 1e30, 10**400, torch.tensor(1.0)
+)
+REAL = kind_of_values(NAN, INF, "1", True, [1.0], 1j, 10**400, torch.tensor(1.0), Stranger())
+POSITIVE = kind_of_values(NAN, INF, "1", True, [1.0], 1j, 0.0, -1.0, torch.tensor(1.0), Stranger())
+DTYPE = kind_of_values(
+    "bfloat16", 7, True, torch.complex64, torch.quint8, torch.int8, np.float32, []
+)
+ANY_DTYPE = kind_of_values("bfloat16", 7, True, np.float32, [])
+THING = kind_of_values("x", 7, True, [], torch.zeros(2), Stranger())  # an instance of some class
+CALLED = kind_of_values("x", 7, True, [], torch.zeros(2))  # a function
+TEXT = kind_of_values(7, True, [], b"x", Stranger())
 FREE = Kind(lambda _: [], none=True)  # whatever it is, it is not used or not refused
 
 
-def tensors(good: torch.Tensor) -> list[Any]:
+def wrong_tensors(good: torch.Tensor) -> list[Any]:
     """Return invalid values for an argument where a tensor like `good` is expected."""
     flat = good.reshape(-1)
     host = flat.float() if good.dtype == torch.bfloat16 or good.is_floating_point() else flat
@@ -107,7 +113,7 @@ def tensors(good: torch.Tensor) -> list[Any]:
     return wrong
 
 
-TENSOR = Kind(tensors)
+TENSOR = Kind(wrong_tensors)
 
 
 @dataclass(frozen=True)
@@ -124,32 +130,32 @@ class Row:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-def public(call: Callable[..., Any]) -> list[str]:
+def public_parameters(call: Callable[..., Any]) -> list[str]:
     """Return the public parameters of a call."""
     parameters = inspect.signature(call).parameters
     return [name for name in parameters if name != "self" and not name.startswith("_")]
 
 
-def complete(row: Row) -> None:
+def assert_complete(row: Row) -> None:
     """Assert that exactly the public parameters have a kind."""
-    assert sorted(row.kinds) == sorted(public(row.call)), row.call
+    assert sorted(row.kinds) == sorted(public_parameters(row.call)), row.call
 
 
-def leaves(value: Any) -> list[Any]:
+def elements_of(value: Any) -> list[Any]:
     """Return a value and, recursively, its elements."""
     if isinstance(value, list | tuple):
-        return [value, *(leaf for each in value for leaf in leaves(each))]
+        return [value, *(leaf for each in value for leaf in elements_of(each))]
     if isinstance(value, Payload):
-        return [value, *leaves(value.shape), value.dtype]
+        return [value, *elements_of(value.shape), value.dtype]
     if type(value).__module__.startswith("tests."):
         return [value, *vars(value).values()]
     return [value]
 
 
-def shows(text: str, value: Any) -> bool:
+def shows_value(text: str, value: Any) -> bool:
     """Whether an error's text shows a value or its type."""
     words = []
-    for leaf in leaves(value):
+    for leaf in elements_of(value):
         words.append(type(leaf).__name__)
         if isinstance(leaf, torch.Tensor):
             words += [str(leaf.dtype), str(leaf.layout), "gradient", "nested", "address"]
@@ -164,7 +170,7 @@ def shows(text: str, value: Any) -> bool:
     return any(word in text for word in words)
 
 
-def refuses(row: Row) -> int:
+def assert_refusals(row: Row) -> int:
     """Pass every hostile value to every argument and return the number of refusals.
 
     In a fuzz (tests/test_fuzz.py) several arguments are hostile at a time, drawn at random.
@@ -175,9 +181,9 @@ def refuses(row: Row) -> int:
     for name, kind in row.kinds.items():
         word = row.names.get(name, name)
         for value in kind.hostile(row.good.get(name)):
-            text, where = refusal(row, {name: value})
+            text, where = refusal_text(row, {name: value})
             assert word in text, f"{where} does not name it: {text}"
-            assert shows(text, value), f"{where} does not show it: {text}"
+            assert shows_value(text, value), f"{where} does not show it: {text}"
             count += 1
     return count
 
@@ -185,7 +191,7 @@ def refuses(row: Row) -> int:
 fuzz: Callable[[Row], int] | None = None
 
 
-def refusal(row: Row, values: Mapping[str, Any]) -> tuple[str, str]:
+def refusal_text(row: Row, values: Mapping[str, Any]) -> tuple[str, str]:
     """Return the text of the UsageError that a call raises for `values`, and the call as text."""
     shows_values = ", ".join(f"{name}={format_value(value)}" for name, value in values.items())
     where = f"{row.call.__qualname__}({shows_values})"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import weft
-from tests.rounds import Round, bits, dropped, settle
+from tests.rounds import Round, bits, drop_dead_ids, synchronize
 from weft.gemm.reference import push_rows
 from weft.lowlatency import reference as low
 from weft.lowlatency.config import LowLatencyConfig, LowLatencyShape
@@ -56,7 +56,9 @@ class Mode:
         return LowLatencyConfig.from_args(**sizes, **self.options, **more).shape
 
 
-def readable(x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def dequantized_rows(
+    x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
     """Return rows in the dtype that experts compute in."""
     return (x if scales is None else dequantize(x, scales)).to(dtype)
 
@@ -72,7 +74,7 @@ def expert_results(a2a: LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
     shape = a2a.config.shape
     scales = None if got.scales is None else low.unpack_scales(got.scales, shape.blocks)
     experts = torch.tensor(a2a.local_experts, device=got.x.device)[:, None]
-    y = apply_expert(readable(got.x, scales, a2a.dtype), experts.expand(got.x.shape[:2]))
+    y = apply_expert(dequantized_rows(got.x, scales, a2a.dtype), experts.expand(got.x.shape[:2]))
     there = torch.arange(shape.rows, device=y.device)[None] < got.counts[:, None]
     return torch.where(there[..., None], y, torch.full((), float("nan"), dtype=y.dtype).to(y))
 
@@ -96,13 +98,13 @@ def store_at_owners(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -
         place[(got.dst_addr[own] - back) // (4 * size[1])] = words[own]
 
 
-def wanted_out(
+def expected_out(
     a2a: LowLatencyAllToAll, mode: Mode, case: Round, inputs: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
     """Return the expected combine result for this rank's inputs."""
     x, ids, weights, add = inputs
     sent = low.delivered_rows(x, mode.quantize, mode.group_size, mode.scale, mode.recipe)
-    rows = readable(*sent, x.dtype)
+    rows = dequantized_rows(*sent, x.dtype)
     chosen = low.valid_ids(ids, case.experts)
     each = rows[:, None].expand(-1, case.top_k, -1)
     return low.combine(
@@ -173,9 +175,9 @@ def play(
     """
     group = a2a.group
     living = range(group.size) if living is None else living
-    inputs = [case.living(living).of(rank, group.device) for rank in range(group.size)]
+    inputs = [case.living(living).inputs_of(rank, group.device) for rank in range(group.size)]
     x, ids, weights, add = inputs[group.rank]
-    sent = [(i[0], dropped(i[1], a2a.placement.ranks, living), *i[2:]) for i in inputs]
+    sent = [(i[0], drop_dead_ids(i[1], a2a.placement.ranks, living), *i[2:]) for i in inputs]
     if poison:
         for slot in a2a.slots:
             slot.x.view(torch.uint8).fill_(0xFF)
@@ -185,7 +187,7 @@ def play(
         got = a2a.dispatch_recv()
     else:
         got = a2a.dispatch(x, ids, passed)
-    settle(group.device)
+    synchronize(group.device)
     if checks:
         a2a.check()
     check_rows(a2a, mode, sent, got, poisoned=poison)
@@ -202,10 +204,10 @@ def play(
         a2a.combine_recv()
     else:
         a2a.combine(y, ids, passed, got.handle, out, more)
-    settle(group.device)
+    synchronize(group.device)
     if checks:
         a2a.check()
-    expected = wanted_out(a2a, mode, case, sent[group.rank])
+    expected = expected_out(a2a, mode, case, sent[group.rank])
     wrong = (bits(out) != bits(expected)).nonzero()
     assert wrong.numel() == 0, f"{len(wrong)} wrong bytes, the first at {wrong[0].tolist()}"
     return out

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import weft
-from tests.rounds import combining
+from tests.rounds import combine_options
 from weft.moe import Expert, ExpertWeights, FP8Expert, MoEConfig, Routing, router_logits
 
 MOST, HIDDEN, TOP_K, EXPERTS, INNER = 8, 256, 3, 8, 128
@@ -45,7 +45,7 @@ def generator(group: weft.Group, seed: int = 0) -> torch.Generator:
     return torch.Generator(device="cpu").manual_seed(64 * seed + group.rank)
 
 
-def draw(group: weft.Group, *shape: int, seed: int = 0) -> torch.Tensor:
+def random_rows(group: weft.Group, *shape: int, seed: int = 0) -> torch.Tensor:
     """Return float32 random numbers of this rank."""
     source = generator(group, seed)
     drawn = torch.randn(shape, generator=source, dtype=torch.float32, device=CPU)
@@ -55,12 +55,12 @@ def draw(group: weft.Group, *shape: int, seed: int = 0) -> torch.Tensor:
 def tokens(group: weft.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return x, ids and weights of this rank; rank 1 of 2 has max_tokens tokens."""
     count = (5, MOST)[group.rank % 2]
-    scores = draw(group, count, EXPERTS, seed=1)
+    scores = random_rows(group, count, EXPERTS, seed=1)
     weights, ids = scores.softmax(dim=1).topk(TOP_K)
-    return draw(group, count, HIDDEN).bfloat16(), ids, weights
+    return random_rows(group, count, HIDDEN).bfloat16(), ids, weights
 
 
-def copies(*tensors: torch.Tensor | None) -> Results:
+def clone_all(*tensors: torch.Tensor | None) -> Results:
     return [t.clone() for t in tensors if t is not None]
 
 
@@ -94,7 +94,7 @@ def rank_major(group: weft.Group, **options: Any) -> Made:
             if a2a.config.quantized
             else (received.x)
         )
-        seen = copies(received.counts, received.ids, received.stats)
+        seen = clone_all(received.counts, received.ids, received.stats)
         if groups is not None:
             grouped = groups.gather(received)
             groups.send(grouped.x.clone())
@@ -120,7 +120,7 @@ def grouping(group: weft.Group) -> Made:
         received = a2a.dispatch(x, ids, weights)
         packed = groups.gather(received)
         groups.scatter(packed.x.clone())
-        return [*copies(packed.x, packed.counts, packed.slot), a2a.combine()]
+        return [*clone_all(packed.x, packed.counts, packed.slot), a2a.combine()]
 
     return Made(groups, call, a2a.close, [groups])
 
@@ -138,7 +138,7 @@ def expert_major(group: weft.Group, **options: Any) -> Made:
             receive()
         else:
             rows = a2a.dispatch(x, ids, weights)
-        seen = copies(rows.x.view(torch.uint8), rows.scales, rows.counts, rows.source)
+        seen = clone_all(rows.x.view(torch.uint8), rows.scales, rows.counts, rows.source)
         y = rows.x.to(torch.bfloat16)
         if split_phase:
             out, receive = a2a.combine_send(y, ids, weights, rows.handle)
@@ -151,7 +151,10 @@ def expert_major(group: weft.Group, **options: Any) -> Made:
 
 def reduce(group: weft.Group, backend: str) -> Made:
     made = weft.AllReduce(group, max_tokens=MOST, hidden=HIDDEN)
-    x, shared = draw(group, 6, HIDDEN).bfloat16(), torch.Generator(device="cpu").manual_seed(9)
+    x, shared = (
+        random_rows(group, 6, HIDDEN).bfloat16(),
+        torch.Generator(device="cpu").manual_seed(9),
+    )
     size = (7, HIDDEN)
     residual = torch.randn(size, generator=shared, dtype=torch.float32, device=CPU)
     residual, weight = residual[:6].bfloat16().to(group.device), residual[6].to(group.device)
@@ -160,7 +163,7 @@ def reduce(group: weft.Group, backend: str) -> Made:
         outs: Results = []
         for quant in (None, weft.FP8Token(), weft.FP8Group(128), weft.FP8Group(128, scale="ue8m0")):
             result = made.fused(x, residual=residual, weight=weight, quant=quant, backend=backend)
-            outs += copies(result.norm, result.residual, result.scale)
+            outs += clone_all(result.norm, result.residual, result.scale)
             outs += [] if result.quant is None else [result.quant.view(torch.uint8).clone()]
         return outs
 
@@ -194,7 +197,7 @@ def layer(group: weft.Group, mode: str, overlap: str, *, fp8: bool = False, **mo
     gate = gate.to(group.device)
 
     def call() -> Results:
-        out = made(x, router_logits(x, gate) + draw(group, len(x), EXPERTS, seed=2))
+        out = made(x, router_logits(x, gate) + random_rows(group, len(x), EXPERTS, seed=2))
         made.check()
         return [out]
 
@@ -204,7 +207,7 @@ def layer(group: weft.Group, mode: str, overlap: str, *, fp8: bool = False, **mo
 def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
     """Yield every public object in every mode, by name."""
     for way in ("pull", "push", "fp8"):
-        yield f"AllToAll {way}", partial(rank_major, **combining(way))
+        yield f"AllToAll {way}", partial(rank_major, **combine_options(way))
     yield "AllToAll choices", partial(rank_major, combine="gemm_push", split_phase=True)
     yield "AllToAll halves", partial(rank_major, combine="push", split_phase=True, stats=EXPERTS)
     for word in ("fp8", "mxfp8"):

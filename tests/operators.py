@@ -10,7 +10,7 @@ import torch
 
 import weft
 from tests.faults import FAULTS
-from tests.rounds import settle
+from tests.rounds import synchronize
 
 # Fault points of device/fault.cuh, and those of them that are passed once for each peer.
 POINTS = {"alltoall": range(1, 8), "lowlatency": range(1, 8), "allreduce": range(8, 12)}
@@ -76,7 +76,7 @@ class Operator:
     def round(self, value: float = 1.0) -> Any:
         """Run one round, or one sum, with rows of `value` from this rank; return the result."""
         result = self.enqueue(value)
-        settle(self.made.group.device)
+        synchronize(self.made.group.device)
         self.made.check()
         return result
 

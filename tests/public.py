@@ -12,7 +12,17 @@ import torch
 
 import weft
 from tests import objects
-from tests.objects import EXPERTS, HIDDEN, MOST, TOP_K, Made, Results, copies, draw, tokens
+from tests.objects import (
+    EXPERTS,
+    HIDDEN,
+    MOST,
+    TOP_K,
+    Made,
+    Results,
+    clone_all,
+    random_rows,
+    tokens,
+)
 from weft.compat import deep_ep, triton_dist
 from weft.compat.flashinfer import (
     AllReduceFusionPattern,
@@ -36,7 +46,7 @@ def flashinfer_moe(group: weft.Group) -> Made:
 
     def call() -> Results:
         planes = moe.dispatch(ids, [x, ids, weights], MOST, EXPERTS, 1)
-        seen = copies(*planes[1:2])
+        seen = clone_all(*planes[1:2])
         y = moe.get_combine_payload_tensor_in_workspace(MOST, HIDDEN, torch.bfloat16)
         y.copy_(planes[0])
         return [*seen, moe.combine(y, MOST, payload_in_workspace=True)]
@@ -50,10 +60,10 @@ def flashinfer_reduce(group: weft.Group) -> Made:
         world_size=group.size, rank=group.rank, max_token_num=MOST, hidden_dim=HIDDEN,
         dtype=torch.bfloat16, group=group,
     )  # fmt: skip
-    x, weight = draw(group, 6, HIDDEN).bfloat16(), draw(group, HIDDEN, seed=3).abs()
+    x, weight = random_rows(group, 6, HIDDEN).bfloat16(), random_rows(group, HIDDEN, seed=3).abs()
     weight, residual = torch.ones_like(weight).bfloat16(), torch.ones_like(x)
-    scales = draw(group, 2, 6, seed=4).abs()
-    rows = draw(group, 12, HIDDEN, seed=5).bfloat16()
+    scales = random_rows(group, 2, 6, seed=4).abs()
+    rows = random_rows(group, 12, HIDDEN, seed=5).bfloat16()
 
     def call() -> Results:
         norm: dict[str, Any] = {"residual_in": residual, "rms_gamma": weight}
@@ -85,7 +95,7 @@ def buffer(group: weft.Group, *, hooks: bool, **options: Any) -> Made:
         if hook is not None:
             hook()
         parts = (numbers,) if isinstance(numbers, torch.Tensor) else numbers
-        seen = copies(parts[0].view(torch.uint8), *parts[1:], counts, *handle[:2])
+        seen = clone_all(parts[0].view(torch.uint8), *parts[1:], counts, *handle[:2])
         y = made.get_next_low_latency_combine_buffer(handle)
         y.copy_(parts[0].to(torch.bfloat16))
         out, _, hook = made.low_latency_combine(y, ids, weights, handle, return_recv_hook=hooks)
@@ -114,7 +124,7 @@ def normal_buffer(group: weft.Group) -> Made:
             count = count or len(rows)  # with a bound, nobody's rows are behind
             seen += [each[:count] for each in (rows, *routed) if each is not None]
             out, sums, _ = made.combine(rows, handle, routed[1], bias=(x, x))
-            seen += copies(out, sums)
+            seen += clone_all(out, sums)
         quantised, *_ = made.dispatch((numbers, scales), handle)
         seen += [each[:count].view(torch.uint8) for each in quantised]
         made.check()
@@ -131,7 +141,7 @@ def triton_layer(group: weft.Group) -> Made:
 
     def call() -> Results:
         rows, scales, counts, meta = made.dispatch(x, None, ids)
-        seen = copies(rows.view(torch.uint8), scales, counts, meta.recv_token_source_indices)
+        seen = clone_all(rows.view(torch.uint8), scales, counts, meta.recv_token_source_indices)
         y = rows.to(torch.bfloat16)
         return [*seen, made.combine(y, ids, weights, meta)]
 

@@ -52,7 +52,7 @@ def plan_death(operator: HasHeap, point: int) -> None:
     plan_fault(operator, point, DIE)
 
 
-def until_broken(one_round: Callable[[], object]) -> str:
+def run_until_broken(one_round: Callable[[], object]) -> str:
     """Run rounds until a death is noticed, and return the error."""
     for _ in range(ROUNDS):
         try:

@@ -65,7 +65,7 @@ class Round:
         kwargs: dict[str, Any] = {"dtype": self.dtype, "payloads": payloads, **self.options, **more}
         return weft.AllToAll(group, **self.sizes(max_tokens), **kwargs)
 
-    def of(self, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def inputs_of(self, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Return (x, ids, weights, add) of one rank."""
         generator = torch.Generator(device=device)
         generator.manual_seed(self.seed * 1009 + rank)
@@ -137,7 +137,7 @@ def play(
     group, device, shape = a2a.group, a2a.group.device, a2a.config.shape
     ranks, rank, max_tokens = range(group.size), group.rank, rows or a2a.max_tokens
     case = case if living is None else case.living(living)
-    inputs = [case.of(r, device) for r in ranks]
+    inputs = [case.inputs_of(r, device) for r in ranks]
     x, ids, weights, add = inputs[rank]
     used = [
         n if c is None else min(max(c, 0), n)
@@ -150,14 +150,14 @@ def play(
     stats = [case.stats_of(r, numbers, device) for r in ranks] if numbers else None
     if stats is not None:
         options["stats"] = stats[rank].clone()
-    settle(device)
+    synchronize(device)
     if poison:
         group.barrier()
         for plane in a2a.latest_received.payloads:
             plane.view(torch.uint8).fill_(MARK)
         if shape.combine != "gemm_push":
             a2a.output().fill_(float("nan"))
-        settle(device)
+        synchronize(device)
         group.barrier()
     passed = weights if case.weighted else None
     payloads = [x, *case.rows_of(rank, device)]
@@ -234,10 +234,10 @@ def _arriving(rows: list[torch.Tensor], kind: str | None, count: int) -> list[to
 
 
 def _dropped(ids: torch.Tensor, a2a: weft.AllToAll, living: Sequence[int] | None) -> torch.Tensor:
-    return ids if living is None else dropped(ids, a2a.placement.ranks, living)
+    return ids if living is None else drop_dead_ids(ids, a2a.placement.ranks, living)
 
 
-def dropped(ids: torch.Tensor, owners: Iterable[int], living: Iterable[int]) -> torch.Tensor:
+def drop_dead_ids(ids: torch.Tensor, owners: Iterable[int], living: Iterable[int]) -> torch.Tensor:
     """Return ids with -1 for experts of ranks that are gone. owners: the rank of each expert."""
     kept = torch.tensor([rank in set(living) for rank in owners], device=ids.device)
     known = (ids >= 0) & (ids < len(kept))
@@ -261,7 +261,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return plain.copy_(tensor).view(torch.uint8)
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait for a GPU; calls of CPU ranks are synchronous."""
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -273,7 +273,7 @@ def drop_refusals(operator: Any) -> None:
         operator.check()
 
 
-def combining(way: str) -> dict[str, Any]:
+def combine_options(way: str) -> dict[str, Any]:
     """Return the options of an AllToAll with this `way` of combining."""
     if way == "fp8":
         return {"combine_dtype": "fp8"}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 import weft
-from tests.rounds import Round, settle
+from tests.rounds import Round, synchronize
 from weft.grouping.operator import ExpertGroups, Grouped
 
 Return = Callable[[weft.AllToAll, ExpertGroups, torch.Tensor], None]
@@ -32,11 +32,11 @@ def poison(a2a: weft.AllToAll) -> None:
     """Fill all memory for returned rows with NaN."""
     shape, heap = a2a.config.shape, a2a.heap
     size = shape.returned_rows * shape.returned_bytes
-    settle(a2a.group.device)
+    synchronize(a2a.group.device)
     a2a.group.barrier()  # the peers' last rows are summed
     heap.tensor((size,), torch.uint8, offset=a2a.config.offsets.returned).fill_(0xFF)
     a2a.output_buffer.fill_(float("nan"))
-    settle(a2a.group.device)
+    synchronize(a2a.group.device)
     a2a.group.barrier()
 
 
@@ -44,7 +44,7 @@ def round_trip(
     a2a: weft.AllToAll, groups: ExpertGroups, case: Round, give_back: Return
 ) -> torch.Tensor:
     """Run one round; `give_back` returns the experts' results."""
-    x, ids, weights, add = case.of(a2a.rank, a2a.group.device)
+    x, ids, weights, add = case.inputs_of(a2a.rank, a2a.group.device)
     if a2a.config.shape.combine != "pull":
         poison(a2a)
     grouped = groups.gather(a2a.dispatch(x, ids, weights))
@@ -53,13 +53,13 @@ def round_trip(
     return a2a.combine_recv(out=out, add=add if case.add else None)
 
 
-def scattered(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
+def return_by_scatter(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
     """Return results with two kernels, scatter and combine."""
     groups.scatter(y)
     a2a.combine_send()
 
 
-def stored_at_owners(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
+def return_by_store(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
     """Return results as a caller's kernel that stores rows at their owners."""
     addresses, rows = groups._grouped.dst_addr, y.view(-1, y.shape[-1])
     assert addresses is not None
@@ -70,6 +70,6 @@ def stored_at_owners(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) 
     groups.sent()
 
 
-def sent(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
+def return_by_send(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
     """Return results with one kernel, `send`."""
     groups.send(y)

@@ -22,7 +22,7 @@ STEPPED = {**KINDS, SEND: Kind("alltoall", {"combine": "push", "split_phase": Tr
 LARGEST = 8  # of a row's integers: sums of 16 of them are exact
 
 
-def captured(
+def capture_body(
     group: weft.Group, body: Callable[[], None], *, warm_up: bool = True
 ) -> Callable[[], None]:
     """Return a function that repeats `body`: a graph replay on a GPU, else body. Collective."""
@@ -121,6 +121,6 @@ class Step:
 
     def check(self) -> None:
         """Raise errors of the device, and AssertionError for wrong words. Waits for the device."""
-        rounds.settle(self.device)
+        rounds.synchronize(self.device)
         self.op.made.check()
         assert int(self.wrong) == 0, f"{int(self.wrong)} wrong words"

@@ -19,9 +19,9 @@ from tests import lowlatency_rounds, rounds, sums
 from tests.emulator.emulate import EmulatedEntries, compile_emulated
 from tests.emulator.operators import EmulatedAllToAll, EmulatedLow, compile_alltoall, compile_low
 from tests.lowlatency_rounds import Mode
-from tests.rounds import Round, bits, combining, dropped
+from tests.rounds import Round, bits, combine_options, drop_dead_ids
 from tests.sending import make, results
-from tests.sums import Sum, quants
+from tests.sums import Sum, quant_specs
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.alltoall.config import AllToAllConfig
@@ -69,7 +69,7 @@ class ByRank:
     case: Round = CASE
 
     def open(self, group: weft.Group, **more: Any) -> Subject:
-        options = combining(self.way) | {"split_phase": True} | more
+        options = combine_options(self.way) | {"split_phase": True} | more
         a2a = self.case.open(group, TOKENS, **options)
 
         def play(seed: int, living: Sequence[int]) -> None:
@@ -81,7 +81,7 @@ class ByRank:
         return Subject(a2a, play)
 
     def compile(self, **more: Any) -> Path:
-        sizes = self.case.sizes(TOKENS) | combining(self.way)
+        sizes = self.case.sizes(TOKENS) | combine_options(self.way)
         shape = AllToAllConfig.from_args(ranks=len(self.case.tokens), **sizes).shape
         return compile_alltoall(shape, **more)
 
@@ -142,7 +142,7 @@ class Sums:
         def play(seed: int, living: Sequence[int]) -> None:
             tokens = (5, 1, MOST_SUMMED, 0, 3)[seed % 5]
             case = SUM.next(seed=seed, tokens=tokens, special=seed % 2 == 1)
-            every = list(quants(group.device, SUM.hidden))
+            every = list(quant_specs(group.device, SUM.hidden))
             for quant in (every[seed % len(every)], every[(seed + seed // 5 + 2) % len(every)]):
                 sums.play(ar, case, "auto", quant, living)
 
@@ -173,13 +173,13 @@ class Sends:
     way: str
 
     def open(self, group: weft.Group, **more: Any) -> Subject:
-        a2a = make(group, SENT, **combining(self.way), **more)
-        plain = make(group, SENT, **combining("fp8" if self.way == "fp8" else "pull"))
+        a2a = make(group, SENT, **combine_options(self.way), **more)
+        plain = make(group, SENT, **combine_options("fp8" if self.way == "fp8" else "pull"))
         groups, others = ExpertGroups(a2a), ExpertGroups(plain)
 
         def returned(ids: torch.Tensor, groups: ExpertGroups, case: Round) -> torch.Tensor:
             exchange = groups._a2a
-            x, _, weights, add = case.of(group.rank, group.device)
+            x, _, weights, add = case.inputs_of(group.rank, group.device)
             grouped = groups.gather(exchange.dispatch(x, ids, weights))
             y = results(groups, grouped, case.seed + 31 * group.rank, case.dtype)
             if groups is not others:
@@ -191,8 +191,8 @@ class Sends:
 
         def play(seed: int, living: Sequence[int]) -> None:
             case = SENT.next(seed=seed).living(living)
-            ids = case.of(group.rank, group.device)[1]
-            kept = dropped(ids, plain.placement.ranks, living)
+            ids = case.inputs_of(group.rank, group.device)[1]
+            kept = drop_dead_ids(ids, plain.placement.ranks, living)
             got, expected = returned(ids, groups, case), returned(kept, others, case)
             assert torch.equal(bits(got), bits(expected))
             plain.check()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import weft
-from tests.rounds import bits, settle
+from tests.rounds import bits, synchronize
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, Quant, Reduced
 from weft.allreduce.config import ReduceConfig
 
@@ -53,7 +53,7 @@ class Sum:
         generator = torch.Generator(device=device).manual_seed(self.seed * 1009 + rank)
         size = (self.tokens, self.hidden)
         x = torch.randn(size, generator=generator, device=device).to(self.dtype)
-        return spoil(x, rank) if self.special and self.tokens else x
+        return write_special_values(x, rank) if self.special and self.tokens else x
 
     def shared(self, device: torch.device, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (residual, weight): equal on all ranks, or those of `rank`."""
@@ -65,7 +65,7 @@ class Sum:
         return residual, weight.to(self.weight_dtype or self.dtype)
 
 
-def spoil(x: torch.Tensor, rank: int) -> torch.Tensor:
+def write_special_values(x: torch.Tensor, rank: int) -> torch.Tensor:
     """Write values that break sums, norms and sentinels, each into columns of its own."""
     raw = x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
     n = x.shape[1] // 16
@@ -84,7 +84,7 @@ def spoil(x: torch.Tensor, rank: int) -> torch.Tensor:
     return x
 
 
-def quants(device: torch.device, hidden: int, rank: int = 0) -> Iterator[Quant | None]:
+def quant_specs(device: torch.device, hidden: int, rank: int = 0) -> Iterator[Quant | None]:
     yield None
     yield FP8Static(torch.tensor([0.037 + 0.01 * rank], device=device))
     yield FP8Token()
@@ -93,7 +93,7 @@ def quants(device: torch.device, hidden: int, rank: int = 0) -> Iterator[Quant |
         yield FP8Group(128, "ue8m0")
 
 
-def same(got: Reduced, want: Reduced) -> None:
+def assert_same_outputs(got: Reduced, want: Reduced) -> None:
     """Assert that all present outputs are equal byte for byte."""
     for field in fields(Reduced):
         a, b = getattr(got, field.name), getattr(want, field.name)
@@ -103,7 +103,7 @@ def same(got: Reduced, want: Reduced) -> None:
             assert wrong == 0, f"{wrong} bytes of {field.name} differ"
 
 
-def poisoned(case: Sum, device: torch.device, quant: Quant | None) -> dict[str, Any]:
+def poisoned_outputs(case: Sum, device: torch.device, quant: Quant | None) -> dict[str, Any]:
     """Return outputs filled with a pattern that no call may leave."""
     size = (case.tokens, case.hidden)
     outputs: dict[str, Any] = {
@@ -137,11 +137,13 @@ def play(
         weight_bias=case.bias,
         quant=quant,
         backend=backend,
-        **poisoned(case, device, quant),
+        **poisoned_outputs(case, device, quant),
     )
-    settle(ar.group.device)
+    synchronize(ar.group.device)
     ar.check()
-    same(got, weft.reference.allreduce_fused(xs, residual, weight, case.eps, case.bias, quant))
+    assert_same_outputs(
+        got, weft.reference.allreduce_fused(xs, residual, weight, case.eps, case.bias, quant)
+    )
     return got
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import weft
-from tests.objects import EXPERTS, HIDDEN, MOST, TOP_K, draw, experts, tokens
+from tests.objects import EXPERTS, HIDDEN, MOST, TOP_K, experts, random_rows, tokens
 from weft.compat import deep_ep, flashinfer
 from weft.errors import InvalidArgument
 from weft.gemm import grouped_gemm
@@ -48,7 +48,7 @@ def share(chance: random.Random, tensors: Tensors) -> Tensors:
 def alltoall(group: weft.Group, **options: Any) -> Iterator[tuple[Tensors, Call]]:
     x, ids, weights = (each[:COUNT] for each in tokens(group))
     with weft.AllToAll(group, **SIZES, hidden=HIDDEN, **options) as op:
-        y = draw(group, op.ep_size, MOST, HIDDEN, seed=4).bfloat16()
+        y = random_rows(group, op.ep_size, MOST, HIDDEN, seed=4).bfloat16()
         inputs = {"x": x, "y": y, "out": torch.zeros_like(x), "add": x + 1}
 
         def call(t: Tensors) -> list[torch.Tensor]:
@@ -65,7 +65,7 @@ def alltoall(group: weft.Group, **options: Any) -> Iterator[tuple[Tensors, Call]
 def low_latency(group: weft.Group, **options: Any) -> Iterator[tuple[Tensors, Call]]:
     x, ids, weights = (each[:COUNT] for each in tokens(group))
     with weft.LowLatencyAllToAll(group, **SIZES, hidden=HIDDEN, quantize=None, **options) as op:
-        y = draw(group, op.num_local_experts, op.ep_size * MOST, HIDDEN, seed=4).bfloat16()
+        y = random_rows(group, op.num_local_experts, op.ep_size * MOST, HIDDEN, seed=4).bfloat16()
         inputs = {"x": x, "y": y, "out": torch.zeros_like(x), "add": x + 1}
         inputs |= {"ids": ids, "weights": weights}
 
@@ -82,7 +82,7 @@ def low_latency(group: weft.Group, **options: Any) -> Iterator[tuple[Tensors, Ca
 
 
 def all_reduce(group: weft.Group, backend: str) -> Iterator[tuple[Tensors, Call]]:
-    rows = [draw(group, COUNT, HIDDEN, seed=seed).bfloat16() for seed in range(5)]
+    rows = [random_rows(group, COUNT, HIDDEN, seed=seed).bfloat16() for seed in range(5)]
     inputs = dict(zip(("x", "out", "residual_out", "norm_out"), rows, strict=False))
     generator = torch.Generator().manual_seed(3)
     shared = torch.randn((COUNT + 1, HIDDEN), generator=generator).bfloat16()
@@ -112,10 +112,10 @@ def layer(group: weft.Group, mode: str) -> Iterator[tuple[Tensors, Call]]:
 
 
 def gemm(group: weft.Group) -> Iterator[tuple[Tensors, Call]]:
-    a, b = draw(group, 8, 128).bfloat16(), draw(group, 2, 128, 128, seed=1).bfloat16()
+    a, b = random_rows(group, 8, 128).bfloat16(), random_rows(group, 2, 128, 128, seed=1).bfloat16()
     counts, offsets = torch.tensor([5, 3]).int(), torch.tensor([0, 5, 8]).int()
     inputs = {"a": a, "b": b, "counts": counts, "offsets": offsets}
-    inputs |= {"bias": draw(group, 2, 128, seed=2), "out": torch.zeros(8, 128).bfloat16()}
+    inputs |= {"bias": random_rows(group, 2, 128, seed=2), "out": torch.zeros(8, 128).bfloat16()}
     yield inputs, lambda t: [grouped_gemm(**t).clone()]  # type: ignore
 
 
@@ -124,7 +124,7 @@ def fusion(group: weft.Group) -> Iterator[tuple[Tensors, Call]]:
         world_size=group.size, rank=group.rank, max_token_num=MOST, hidden_dim=HIDDEN,
         dtype=torch.bfloat16, group=group,
     ) as workspace:  # fmt: skip
-        rows = [draw(group, COUNT, HIDDEN, seed=seed).bfloat16() for seed in range(4)]
+        rows = [random_rows(group, COUNT, HIDDEN, seed=seed).bfloat16() for seed in range(4)]
         names = ("input", "residual_in", "residual_out", "norm_out")
         inputs = dict(zip(names, rows, strict=True))
         inputs |= {"rms_gamma": torch.ones(HIDDEN).bfloat16()}
@@ -143,7 +143,7 @@ def flashinfer_moe(group: weft.Group) -> Iterator[tuple[Tensors, Call]]:
     x, ids, weights = (each[:COUNT] for each in tokens(group))
     sizes: dict[str, Any] = {"hidden_size": HIDDEN, "group": group}
     with flashinfer.MoeAlltoAll(Mapping(), MOST, TOP_K, EXPERTS, **sizes) as op:
-        y = draw(group, group.size, MOST, HIDDEN, seed=4).bfloat16()
+        y = random_rows(group, group.size, MOST, HIDDEN, seed=4).bfloat16()
         inputs = {"x": x, "ids": ids.int(), "payload": y, "output": torch.zeros_like(x)}
 
         def call(t: Tensors) -> list[torch.Tensor]:
@@ -160,7 +160,7 @@ def flashinfer_moe(group: weft.Group) -> Iterator[tuple[Tensors, Call]]:
 def buffer(group: weft.Group) -> Iterator[tuple[Tensors, Call]]:
     x, ids, weights = (each[:COUNT] for each in tokens(group))
     op = deep_ep.Buffer(group, low_latency_mode=True)
-    y = draw(group, EXPERTS // group.size, group.size * MOST, HIDDEN, seed=4).bfloat16()
+    y = random_rows(group, EXPERTS // group.size, group.size * MOST, HIDDEN, seed=4).bfloat16()
     inputs = {"x": x, "y": y, "out": torch.zeros_like(x), "ids": ids, "weights": weights}
 
     def call(t: Tensors) -> list[torch.Tensor]:

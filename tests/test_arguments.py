@@ -29,9 +29,9 @@ from tests.hostile import (
     Kind,
     Row,
     Stranger,
-    complete,
-    listed,
-    refuses,
+    assert_complete,
+    assert_refusals,
+    kind_of_values,
 )
 from weft.arguments import check_choice
 from weft.errors import InvalidArgument
@@ -44,27 +44,27 @@ pytestmark = [  # torch's own, of the tensors that are refused here
 BF16, HIDDEN, TOKENS = torch.bfloat16, 128, 3
 SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 2, "num_experts": 4, "hidden": HIDDEN}
 PAYLOAD = weft.Payload((8,), BF16)
-MAP = listed(
+MAP = kind_of_values(
     *("0011", b"0011", 7, [0, 1], [0, 0, 1, 2], [0, 0, 1, -1], [0, 0, 1, 1.0], [True] * 4),
     *(["0"] * 4, {0: 1}, torch.zeros(4), torch.zeros((2, 2), dtype=torch.int32), np.zeros(4)),
     *(torch.zeros(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int32, device="meta")),
     *([[0], [0], [1], [1]], [0, 0, 1, None]),
 ).optional()
-ROWS = listed(
+ROWS = kind_of_values(
     *("x", 7, [], PAYLOAD, ["x"], [None], [PAYLOAD] * 9, [weft.Payload((0,), BF16)]),
     *([weft.Payload([8], BF16)], [weft.Payload((8.0,), BF16)]),  # type: ignore[arg-type]
     *([weft.Payload((8,), "bfloat16")], [weft.Payload((8,), torch.quint8)]),  # type: ignore[arg-type]
 ).optional()
-SMS = listed(*WHOLE, 0, -1, 4).optional()  # a CPU group has none to give
-RANK = listed(*WHOLE, -1, 2).optional()
+SMS = kind_of_values(*WHOLE, 0, -1, 4).optional()  # a CPU group has none to give
+RANK = kind_of_values(*WHOLE, -1, 2).optional()
 GROUP = THING
 X = Kind(lambda good: [*TENSOR.values(good), [good, good], [None], [good.tolist()]])
 A2A = {
     "group": GROUP,
     "max_tokens": COUNT,
-    "top_k": listed(*WHOLE, 0, -1, 33, 5),
-    "num_experts": listed(*WHOLE, 0, -1, 1, 1 << 17),
-    "hidden": listed(*WHOLE, 0, -1, 12, 1 << 21),
+    "top_k": kind_of_values(*WHOLE, 0, -1, 33, 5),
+    "num_experts": kind_of_values(*WHOLE, 0, -1, 1, 1 << 17),
+    "hidden": kind_of_values(*WHOLE, 0, -1, 12, 1 << 21),
     "dtype": DTYPE,
     "payloads": ROWS,
     "expert_map": MAP,
@@ -74,14 +74,14 @@ WIRES = {
     **{"combine_dtype": WORD.optional(), "stats": AMOUNT},
 }
 LOW = {
-    "max_tokens": listed(*WHOLE, 0, -1, 8193),
-    "hidden": listed(*WHOLE, 0, -1, 100, 1 << 17),
-    "top_k": listed(*WHOLE, 0, -1, 33, 5),
-    "num_experts": listed(*WHOLE, 0, -1, 1, 4097),
+    "max_tokens": kind_of_values(*WHOLE, 0, -1, 8193),
+    "hidden": kind_of_values(*WHOLE, 0, -1, 100, 1 << 17),
+    "top_k": kind_of_values(*WHOLE, 0, -1, 33, 5),
+    "num_experts": kind_of_values(*WHOLE, 0, -1, 1, 4097),
     "quantize": WORD.optional(),
-    "group_size": listed(*WHOLE, 0, -1, 16, 256),
+    "group_size": kind_of_values(*WHOLE, 0, -1, 16, 256),
     "scale": WORD,
-    "slots": listed(*WHOLE, 0, -1, 3),
+    "slots": kind_of_values(*WHOLE, 0, -1, 3),
     "reduce": WORD,
     "combine": WORD,
     "combine_dtype": WORD.optional(),
@@ -102,14 +102,14 @@ def inputs(group: weft.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def tried(row: Row) -> None:
-    complete(row)
-    assert refuses(row) > 0
+    assert_complete(row)
+    assert assert_refusals(row) > 0
 
 
 def sized_alltoall(group: weft.Group) -> None:
     built = {**TIMES, **LAUNCHED, "split_phase": FLAG, "profile": FLAG}
     tried(Row(weft.AllToAll, {"group": group, **SIZES}, {**A2A, **WIRES, **built}))
-    sizes = {"ranks": listed(*WHOLE, 0, -1, 73), **A2A, **WIRES}
+    sizes = {"ranks": kind_of_values(*WHOLE, 0, -1, 73), **A2A, **WIRES}
     kinds = {name: kind for name, kind in sizes.items() if name != "group"}
     tried(Row(weft.AllToAll.memory_bytes, {"ranks": 2, **SIZES}, kinds))
     weft.AllToAll(group, **{**SIZES, "max_tokens": np.int64(8)}).close()
@@ -134,12 +134,12 @@ def called_alltoall(group: weft.Group) -> None:
             "topk_weights": TENSOR.optional(),
             "num_tokens": TENSOR.optional(),
             "stats": TENSOR,
-            "rows": listed(*WHOLE, 0, -1, TOKENS - 1, 9).optional(),
+            "rows": kind_of_values(*WHOLE, 0, -1, TOKENS - 1, 9).optional(),
         }
         kwargs = {**good, "num_tokens": count, "stats": stats}
         tried(Row(a2a.dispatch, kwargs, kinds))
         tried(Row(a2a.dispatch_send, kwargs, kinds))
-        tried(Row(a2a.output, {}, {"rows": listed(*WHOLE, 0, -1, 9).optional()}))
+        tried(Row(a2a.output, {}, {"rows": kind_of_values(*WHOLE, 0, -1, 9).optional()}))
         tried(Row(a2a.global_ids, {"local_ids": ids}, {"local_ids": THING}))
         tried(Row(a2a.history, {"rank": 0}, {"rank": RANK}))
         tried(Row(a2a.timeline, {"rank": 0}, {"rank": RANK}))
@@ -160,7 +160,7 @@ def called_alltoall(group: weft.Group) -> None:
 def sized_low_latency(group: weft.Group) -> None:
     kinds = {"group": GROUP, **LOW, **TIMES, **LAUNCHED, "split_phase": FLAG}
     tried(Row(weft.LowLatencyAllToAll, {"group": group, **SIZES}, kinds))
-    sizes = {"ranks": listed(*WHOLE, 0, -1, 73), **LOW}
+    sizes = {"ranks": kind_of_values(*WHOLE, 0, -1, 73), **LOW}
     tried(Row(weft.LowLatencyAllToAll.memory_bytes, {"ranks": 2, **SIZES}, sizes))
 
 
@@ -182,7 +182,7 @@ def called_low_latency(group: weft.Group) -> None:
         tried(Row(a2a.dispatch, good, kinds))
         tried(Row(a2a.dispatch_send, good, kinds))
         tried(Row(a2a.history, {"rank": 0}, {"rank": RANK}))
-        paths = listed(7, True, [], b"x", torch.zeros(2))
+        paths = kind_of_values(7, True, [], b"x", torch.zeros(2))
         tried(Row(a2a.dump_trace, {"path": "trace.json"}, {"path": paths}))
         handle = a2a.dispatch(x, ids).handle
         kwargs = {
@@ -209,9 +209,9 @@ def sized_all_reduce(group: weft.Group) -> None:
     kinds = {
         "group": GROUP,
         "max_tokens": COUNT,
-        "hidden": listed(*WHOLE, 0, -1, 12, 1 << 20),
+        "hidden": kind_of_values(*WHOLE, 0, -1, 12, 1 << 20),
         "dtype": DTYPE,
-        "backends": listed(
+        "backends": kind_of_values(
             "oneshot", 7, [], ["ring"], [3], [["twoshot"]], ["twoshot"] * 2
         ).optional(),
         "epilogue_at": WORD,
@@ -222,14 +222,14 @@ def sized_all_reduce(group: weft.Group) -> None:
     passed = {"group": group, "max_tokens": 8, "hidden": HIDDEN}
     tried(Row(weft.AllReduce, passed, kinds))
     names = ("max_tokens", "hidden", "dtype", "epilogue_at", "missing")
-    sizes = {"ranks": listed(*WHOLE, 0, -1, 73), **{name: kinds[name] for name in names}}
+    sizes = {"ranks": kind_of_values(*WHOLE, 0, -1, 73), **{name: kinds[name] for name in names}}
     passed = {"ranks": 2, "max_tokens": 8, "hidden": HIDDEN}
     tried(Row(weft.AllReduce.memory_bytes, passed, sizes, {"ranks": "ranks"}))
     tried(
         Row(
             weft.FP8Group,
             {"size": 128, "scale": "fp32"},
-            {"size": listed(*WHOLE, 0, -1, 64), "scale": WORD},
+            {"size": kind_of_values(*WHOLE, 0, -1, 64), "scale": WORD},
         )
     )
 
@@ -250,7 +250,7 @@ def called_all_reduce(group: weft.Group) -> None:
             "x": TENSOR,
             "residual": TENSOR,
             "weight": TENSOR,
-            "eps": listed(*REAL.hostile(1e-6), -1e-6),
+            "eps": kind_of_values(*REAL.hostile(1e-6), -1e-6),
             "weight_bias": REAL,
             "quant": THING.optional(),
             "prologue": THING.optional(),
@@ -259,7 +259,9 @@ def called_all_reduce(group: weft.Group) -> None:
             "norm_out": expected,
             "quant_out": expected,
             "scale_out": expected,
-            "backend": listed("nope", 3, True, ["auto"], {}, torch.zeros(2), None, "oneshot "),
+            "backend": kind_of_values(
+                "nope", 3, True, ["auto"], {}, torch.zeros(2), None, "oneshot "
+            ),
         }
         scale = weft.FP8Group(128)
         kwargs = {
@@ -289,7 +291,7 @@ def called_all_reduce(group: weft.Group) -> None:
         for value in TENSOR.values(torch.ones(1)):
             with pytest.raises(InvalidArgument, match=r"quant\.scale"):
                 reduce.fused(x, weight=weight, quant=weft.FP8Static(value))
-        tokens = listed(*WHOLE[:-3], -1)
+        tokens = kind_of_values(*WHOLE[:-3], -1)
         explained = {"tokens": tokens, "norm": FLAG}
         tried(Row(reduce.explain, {"tokens": 3, "norm": True}, explained))
         tried(Row(reduce.history, {"rank": 0}, {"rank": RANK}))
@@ -300,12 +302,12 @@ def called_all_reduce(group: weft.Group) -> None:
 
 def groupings(group: weft.Group) -> None:
     x, ids, weights = inputs(group)
-    whole = listed(*WHOLE, 0, -1)
+    whole = kind_of_values(*WHOLE, 0, -1)
     with weft.AllToAll(group, **SIZES, split_phase=True, combine="push") as a2a:
         kinds = {
             "a2a": THING,
             "max_rows": whole.optional(),
-            "align": listed(*WHOLE, 0, -1, 1 << 17),
+            "align": kind_of_values(*WHOLE, 0, -1, 1 << 17),
             "layout": WORD,
             "programmatic_launch": FLAG,
         }
@@ -335,32 +337,32 @@ def groupings(group: weft.Group) -> None:
 
 def meetings(group: weft.Group) -> None:
     times = SECONDS.optional()
-    values = listed({1, 2}, Stranger(), torch.zeros(2), {"a": {1, 2}})
+    values = kind_of_values({1, 2}, Stranger(), torch.zeros(2), {"a": {1, 2}})
     tried(Row(group.all_gather, {"value": 1}, {"value": values.optional(), "timeout": times}))
     tried(Row(group.barrier, {}, {"timeout": times}))
-    wrong = listed("x", 7, True, [], InvalidArgument).optional()
+    wrong = kind_of_values("x", 7, True, [], InvalidArgument).optional()
     undo = CALLED.optional()
     voted = {"error": wrong, "doing": TEXT, "undo": undo}
     tried(Row(group.vote, {"error": None, "doing": "it"}, voted))
     tried(Row(group.together, {"step": int, "doing": "it"}, {"step": CALLED, "doing": TEXT}))
     tried(Row(group.agree, {"value": 1, "what": "it"}, {"value": values.optional(), "what": TEXT}))
-    fds = listed(*WHOLE, -1, 10**6)
+    fds = kind_of_values(*WHOLE, -1, 10**6)
     with open(os.devnull) as file:
         passed = {"fd": file.fileno()}
         tried(Row(group.exchange_fds, passed, {"fd": fds, "timeout": times}))
     tried(Row(group.abort, {"why": "it"}, {"why": TEXT}))
-    sizes = listed(*WHOLE, 0, -1)
+    sizes = kind_of_values(*WHOLE, 0, -1)
     tried(Row(weft.Heap.create, {"group": group, "size": 1 << 16}, {"group": THING, "size": sizes}))
     with weft.Heap.create(group, 1 << 16) as heap:
         tried(Row(heap.address, {"rank": 0}, {"rank": Kind(RANK.values)}))
         tried(Row(heap.header, {"rank": 0}, {"rank": RANK}))
-        lists = listed("8", 7.0, [1.5], [True], [-8], {8: 1}, [1 << 40])
+        lists = kind_of_values("8", 7.0, [1.5], [True], [-8], {8: 1}, [1 << 40])
         kinds = {
             "shape": lists,
             "dtype": ANY_DTYPE,
-            "offset": listed(*WHOLE, -1),
+            "offset": kind_of_values(*WHOLE, -1),
             "rank": RANK,
-            "stride": listed("8", 7.0, [1.5], [True], [-8], [1, 1]).optional(),
+            "stride": kind_of_values("8", 7.0, [1.5], [True], [-8], [1, 1]).optional(),
         }
         passed = {"shape": (8,), "dtype": torch.int32, "offset": 0}
         tried(Row(heap.tensor, passed, kinds))

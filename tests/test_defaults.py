@@ -17,7 +17,7 @@ import torch
 
 import weft
 from tests.moe import layers
-from tests.objects import CONFIG, CPU, EXPERTS, TOP_K, Results, copies, tokens
+from tests.objects import CONFIG, CPU, EXPERTS, TOP_K, Results, clone_all, tokens
 from tests.public import FAMILIES, MODES
 from weft.errors import Aborted
 from weft.lowlatency import reference as reference_lowlatency
@@ -182,7 +182,7 @@ def meanings() -> Results:
     made = [Expert.seeded(CONFIG, e) for e in range(EXPERTS)]
     stacked = ExpertWeights.stack(CONFIG, made)
     blocks = stacked.to_fp8()
-    result += copies(blocks.gate_up, blocks.down, blocks.gate_up_scale, blocks.down_scale)
+    result += clone_all(blocks.gate_up, blocks.down, blocks.gate_up_scale, blocks.down_scale)
     shared = FP8Expert.from_expert(made[0])(xs[0])
     result.append(
         weft.reference.moe_layer(

@@ -16,7 +16,7 @@ from tests import lowlatency_rounds, sums
 from tests.baseline import die
 from tests.lowlatency_rounds import Mode
 from tests.ranks import on_ranks
-from tests.rounds import Round, combining, play
+from tests.rounds import Round, combine_options, play
 from weft.errors import BadExpertId, PeerDied
 
 RANKS, VICTIM = 72, 70  # in the last word of a set, and above the bits of the host's first word
@@ -43,7 +43,7 @@ class Domain:
         self.group, self.case, self.modes = group, case_of(group.size), modes
         sizes = self.case.sizes(8)
         self.exchanges = [
-            stack.enter_context(weft.AllToAll(group, **sizes, **combining(way), **PATIENT))
+            stack.enter_context(weft.AllToAll(group, **sizes, **combine_options(way), **PATIENT))
             for way in ways
         ]
         self.low = [stack.enter_context(mode.make(group, self.case, 8)) for mode in modes]

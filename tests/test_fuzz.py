@@ -21,9 +21,9 @@ import torch
 import weft
 from tests import hostile, objects, test_arguments
 from tests.compat import test_arguments as compat_arguments
-from tests.hostile import Row, refusal
+from tests.hostile import Row, refusal_text
 from tests.moe import test_arguments as moe_arguments
-from tests.objects import CONFIG, EXPERTS, HIDDEN, MOST, TOP_K, draw, tokens
+from tests.objects import CONFIG, EXPERTS, HIDDEN, MOST, TOP_K, random_rows, tokens
 from tests.public import MODES
 from weft.compat import deep_ep, flashinfer
 from weft.errors import BadExpertId, UsageError
@@ -42,7 +42,7 @@ class Count:
 
 
 def refused(seed: int, per_row: int, count: Count) -> Callable[[Row], int]:
-    """Draw hostile values for several arguments at a time, for `hostile.refuses`."""
+    """Draw hostile values for several arguments at a time, for `hostile.assert_refusals`."""
 
     def attempt(row: Row) -> int:
         chance = random.Random(f"{seed} {row.call.__qualname__}")
@@ -53,7 +53,7 @@ def refused(seed: int, per_row: int, count: Count) -> Callable[[Row], int]:
             wrong = {name: chance.choice(values[name]) for name in chosen}
             if chance.random() < 0.1:
                 wrong["unheard_of"] = 1
-            refusal(row, wrong)
+            refusal_text(row, wrong)
         count.drawn += per_row
         return per_row
 
@@ -192,7 +192,7 @@ def steps_of(group: weft.Group, name: str, op: Any) -> list[Step]:
         }
         return [Step(op.fused, lambda _: fused)]
     if isinstance(op, weft.MoE):
-        logits = draw(group, 5, EXPERTS, seed=2)
+        logits = random_rows(group, 5, EXPERTS, seed=2)
         call = {"x": x, "logits": logits, **dict.fromkeys(routed), **rows, "out": None}
         return [Step(op.__call__, lambda _: call)]
     if isinstance(op, deep_ep.Buffer):

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import weft
-from tests.moe.layers import CONFIGS, Case, bound, ordinary_bytes
+from tests.moe.layers import CONFIGS, Case, ordinary_bytes, tolerance_of
 from tests.ranks import on_ranks
-from tests.rounds import settle
+from tests.rounds import synchronize
 from weft.errors import Aborted, InvalidArgument, OutOfOrder
 from weft.moe import ExpertWeights, balance
 
@@ -100,14 +100,14 @@ def test_layers_share_a_workspace(group: weft.Group) -> None:
     assert first.operator.exchange is second.operator.exchange
     assert first.operator.exchange is not third.operator.exchange
     assert (first.operator.replicas, second.operator.replicas) == tuple(placements)
-    x, logits = case.of(group.rank, group.device)
+    x, logits = case.inputs_of(group.rank, group.device)
     outs = [lease.operator(x, logits) for lease in (first, second, third)]
-    atol = 4 * bound(case.config, outs[0].float())
+    atol = 4 * tolerance_of(case.config, outs[0].float())
     torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=atol)
     torch.testing.assert_close(outs[2], outs[0], rtol=0, atol=atol)
     first.close()
     torch.testing.assert_close(second.operator(x, logits), outs[1], rtol=0, atol=0)
-    settle(group.device)
+    synchronize(group.device)
     exchange = second.operator.exchange
     second.close()
     with pytest.raises(OutOfOrder, match="closed"):
@@ -175,7 +175,7 @@ def test_a_broken_workspace_is_released(group: weft.Group) -> None:
 
     def round_of_all() -> None:
         a2a.dispatch(x, ids)
-        settle(group.device)
+        synchronize(group.device)
         a2a.check()
 
     with pytest.raises(Aborted):

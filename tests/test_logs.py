@@ -148,7 +148,7 @@ def test_a_layer_logs_its_choice(ranks, caplog):
             before = len(caplog.records)
             group.barrier()
             for _ in range(3):
-                layer(*case.of(group.rank, group.device))
+                layer(*case.inputs_of(group.rank, group.device))
             group.barrier()
             return layer.explain().text, len(caplog.records) - before
 

@@ -16,7 +16,7 @@ import weft.compat.flashinfer
 import weft.compat.triton_dist
 import weft.gemm
 import weft.moe
-from tests.hostile import public
+from tests.hostile import public_parameters
 from weft.keywords import is_internal
 
 MODULES: tuple[ModuleType, ...] = (
@@ -103,7 +103,7 @@ def test_every_public_call_has_its_row():
         name
         for name, call in calls()
         if name not in left_out
-        and public(call)
+        and public_parameters(call)
         and ROWS.get(name, name.rpartition(".")[2]) not in rows
     ]
     assert not missing

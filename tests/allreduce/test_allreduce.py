@@ -13,8 +13,8 @@ import torch
 
 import weft
 from tests.kinds import ANY, CPU, THREADS, on_ranks
-from tests.rounds import bits, settle
-from tests.sums import BACKENDS, Sum, fits, play, quants, same
+from tests.rounds import bits, synchronize
+from tests.sums import BACKENDS, Sum, assert_same_outputs, fits, play, quant_specs
 from weft.allreduce.call import FP8Token, Quant
 
 
@@ -28,7 +28,7 @@ def make(group: weft.Group, tokens: int, case: Sum, **changes: object) -> weft.A
 def epilogues(group: weft.Group, case: Sum, sizes: tuple[int, ...]) -> None:
     with make(group, max(sizes), case) as ar:
         for seed, tokens in enumerate(sizes):
-            for quant in quants(group.device, case.hidden, group.rank if case.differ else 0):
+            for quant in quant_specs(group.device, case.hidden, group.rank if case.differ else 0):
                 for backend in (*BACKENDS, "auto"):
                     if fits(ar, backend, tokens):
                         play(ar, case.next(tokens=tokens, seed=seed), backend, quant)
@@ -142,7 +142,7 @@ def test_a_row_of_a_batch_is_the_row_alone(group):
                     norm_out=True,
                     backend=backend,
                 )
-                settle(group.device)
+                synchronize(group.device)
                 for name in ("residual", "norm", "quant", "scale"):
                     assert torch.equal(bits(getattr(one, name)), bits(getattr(whole, name)[row]))
 
@@ -161,40 +161,40 @@ def test_any_subset_of_outputs_also_in_place(group, differ):
             got = ar.fused(x, backend=backend)
             assert got.out is not None
             assert (got.residual, got.norm, got.quant, got.scale) == (None,) * 4
-            same(got, weft.reference.allreduce_fused(xs))
+            assert_same_outputs(got, weft.reference.allreduce_fused(xs))
             got = ar.fused(x, residual=residual, backend=backend)
             assert got.out is None
-            same(got, weft.reference.allreduce_fused(xs, residual))
+            assert_same_outputs(got, weft.reference.allreduce_fused(xs, residual))
             got = ar.fused(x, residual=residual, out=True, backend=backend)
-            same(got, weft.reference.allreduce_fused(xs, residual))
+            assert_same_outputs(got, weft.reference.allreduce_fused(xs, residual))
             got = ar.fused(x, weight=weight, out=True, backend=backend)
-            same(got, weft.reference.allreduce_fused(xs, None, weight))
+            assert_same_outputs(got, weft.reference.allreduce_fused(xs, None, weight))
             got = ar.fused(
                 x, residual=residual, weight=weight, residual_out=False, norm_out=True,
                 quant=FP8Token(), quant_out=False, scale_out=False, backend=backend,
             )  # fmt: skip
             assert (got.residual, got.quant, got.scale) == (None,) * 3
-            same(got, want)
+            assert_same_outputs(got, want)
             kept = residual.clone()
             got = ar.fused(
                 x, residual=kept, weight=weight, residual_out=kept, norm_out=x, backend=backend
             )
-            settle(group.device)
+            synchronize(group.device)
             assert got.norm is x
             assert got.residual is kept
-            same(got, want)
+            assert_same_outputs(got, want)
             x, kept = xs[group.rank].clone(), residual.clone()
             got = ar.fused(
                 x, residual=kept, weight=weight, out=x, residual_out=False, norm_out=kept,
                 backend=backend,
             )  # fmt: skip
-            settle(group.device)
+            synchronize(group.device)
             assert got.out is x
-            same(got, want)
+            assert_same_outputs(got, want)
             x = xs[group.rank].clone()
             assert ar.fused(x, out=x, backend=backend).out is x
-            settle(group.device)
-            same(weft.Reduced(out=x), weft.reference.allreduce_fused(xs))
+            synchronize(group.device)
+            assert_same_outputs(weft.Reduced(out=x), weft.reference.allreduce_fused(xs))
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,9 @@ def test_rows_made_of_experts_rows(group, dtype, differ):
             got = ar.fused(
                 prologue=prologues[group.rank], residual=residual, weight=weight, backend=backend
             )
-            settle(group.device)
+            synchronize(group.device)
             ar.check()
-            same(got, want)
+            assert_same_outputs(got, want)
 
 
 def expert_rows(case: Sum, rank: int, device: torch.device) -> weft.MoEFinalize:
@@ -243,17 +243,19 @@ def every_call(
         play(ar, case, backend, quant)
     xs = [case.rows(r, device) for r in ranks]
     residual, weight = case.shared(device, rank)
-    same(ar.fused(xs[rank], backend=backend), weft.reference.allreduce_fused(xs))
+    assert_same_outputs(ar.fused(xs[rank], backend=backend), weft.reference.allreduce_fused(xs))
     expected = weft.reference.allreduce_fused(xs, residual, weight)
     x, kept = xs[rank].clone(), residual.clone()
     over: dict[str, Any] = {"residual_out": kept, "norm_out": x} if in_place else {}
-    same(ar.fused(x, residual=kept, weight=weight, **over, backend=backend), expected)
+    assert_same_outputs(
+        ar.fused(x, residual=kept, weight=weight, **over, backend=backend), expected
+    )
     made = [expert_rows(case, r, device) for r in ranks]
     xs = [weft.reference.finalize_moe(m) for m in made]
     shared = made[rank].shared
     norm = shared if in_place and shared is not None else True
     got = ar.fused(prologue=made[rank], weight=weight, norm_out=norm, backend=backend)
-    same(got, weft.reference.allreduce_fused(xs, None, weight))
+    assert_same_outputs(got, weft.reference.allreduce_fused(xs, None, weight))
     ar.check()
 
 
@@ -264,7 +266,7 @@ def dropped(group: weft.Group) -> str:
         bad = 7 if group.rank == 0 else 2
         index = torch.tensor([[0, bad], [1, -1]], dtype=torch.int32, device=group.device)
         got = ar.fused(prologue=weft.MoEFinalize(rows, index))
-        settle(group.device)
+        synchronize(group.device)
         assert got.out is not None
         assert got.out[0, 0].item() == 2 * group.size - 1
         try:

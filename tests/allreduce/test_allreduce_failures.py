@@ -16,7 +16,7 @@ from tests.faults import (
     plan_fault,
 )
 from tests.kinds import ANY, CPU
-from tests.rounds import settle
+from tests.rounds import synchronize
 from tests.sums import BACKENDS, Sum, play
 from weft.errors import GeometryMismatch, GroupError
 
@@ -32,7 +32,7 @@ def make(group: weft.Group, epilogue_at: str = "owner") -> weft.AllReduce:
 def one_call(ar: weft.AllReduce, tokens: int = 5, backend: str = "twoshot", **more: object) -> None:
     x = CASE.next(tokens=tokens).rows(ar.group.rank, ar.group.device)
     ar.fused(x, backend=backend, **more)  # type: ignore[arg-type]
-    settle(ar.group.device)
+    synchronize(ar.group.device)
     ar.check()
 
 

@@ -11,7 +11,7 @@ import torch
 import weft
 from tests.allreduce.test_allreduce import make
 from tests.kinds import on_ranks
-from tests.sums import BACKENDS, Sum, play, quants, same
+from tests.sums import BACKENDS, Sum, assert_same_outputs, play, quant_specs
 from weft.allreduce.call import FP8Token
 from weft.errors import GeometryMismatch
 
@@ -21,10 +21,10 @@ def test_equal_inputs_have_the_same_bits_at_the_owner(group):
     """With equal inputs on all ranks, both places of the epilogue give the same bits."""
     case = Sum(7, 384, special=True)
     with make(group, 7, case) as owner, make(group, 7, case, epilogue_at="receiver") as receiver:
-        for quant in quants(group.device, case.hidden):
+        for quant in quant_specs(group.device, case.hidden):
             for backend in BACKENDS:
                 want = play(owner, case, backend, quant)
-                same(play(receiver, case, backend, quant), want)
+                assert_same_outputs(play(receiver, case, backend, quant), want)
 
 
 def captured(group: weft.Group) -> None:
@@ -55,7 +55,7 @@ def captured(group: weft.Group) -> None:
                 torch.cuda.synchronize()
                 ar.check()
                 want = weft.reference.allreduce_fused(xs, residual, weight, quant=FP8Token())
-                same(got, want)
+                assert_same_outputs(got, want)
 
 
 @pytest.mark.gpu

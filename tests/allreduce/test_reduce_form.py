@@ -16,8 +16,8 @@ import weft
 from tests.allreduce.test_allreduce import expert_rows, make
 from tests.allreduce.test_allreduce_refusals import refuses, rows
 from tests.kinds import ANY, THREADS, on_ranks
-from tests.rounds import settle
-from tests.sums import BACKENDS, Sum, play, quants, same
+from tests.rounds import synchronize
+from tests.sums import BACKENDS, Sum, assert_same_outputs, play, quant_specs
 from weft.allreduce.call import OUTPUTS, FusedCall, Key
 from weft.errors import Aborted, InvalidArgument
 from weft.runtime.stream import current_stream
@@ -98,7 +98,7 @@ def again(group: weft.Group) -> None:
         watch = Watch(ar)
         for seed in range(3):
             for tokens in (1, 4):
-                for quant in quants(group.device, CASE.hidden):
+                for quant in quant_specs(group.device, CASE.hidden):
                     for backend in (*BACKENDS, "auto"):
                         play(ar, CASE.next(tokens=tokens, seed=seed), backend, quant)
             assert watch.seen == len(ar._prepared) == 2 * 5 * 4
@@ -124,7 +124,7 @@ def test_omitted_outputs_are_newly_allocated(group):
                 [weft.reference.finalize_moe(p) for p in made],
                 case.shared(group.device),
             )
-            for quant in quants(group.device, case.hidden):
+            for quant in quant_specs(group.device, case.hidden):
                 got = ar.fused(
                     prologue=made[group.rank],
                     residual=residual,
@@ -135,10 +135,10 @@ def test_omitted_outputs_are_newly_allocated(group):
                 want = weft.reference.allreduce_fused(xs, residual, weight, quant=quant)
                 assert (got.norm is None) == (quant is not None)
                 kept.append((got, want))
-        settle(group.device)
+        synchronize(group.device)
         assert watch.seen == 5
         for got, want in kept:
-            same(got, want)
+            assert_same_outputs(got, want)
         packed = [got.scale for got, _ in kept if got.scale is not None]
         packed = [scale for scale in packed if scale.dtype == torch.int32]
         assert len({scale.data_ptr() for scale in packed}) == 3
@@ -156,17 +156,21 @@ def test_equal_values_of_other_types_are_other_calls(group):
         for bias in (0.0, -0.0, 0.0, -0.0, 1.0):
             got = ar.fused(x, weight=weight, weight_bias=bias, backend="oneshot")
             xs = [x] * group.size
-            same(got, weft.reference.allreduce_fused(xs, None, weight, weight_bias=bias))
+            assert_same_outputs(
+                got, weft.reference.allreduce_fused(xs, None, weight, weight_bias=bias)
+            )
         assert len(ar._prepared) == 3
         for eps in (1e-6, 1.0):
             got = ar.fused(x, weight=weight, weight_bias=1.0, eps=eps, backend="oneshot")
-            same(got, weft.reference.allreduce_fused([x] * group.size, None, weight, eps, 1.0))
+            assert_same_outputs(
+                got, weft.reference.allreduce_fused([x] * group.size, None, weight, eps, 1.0)
+            )
         index = torch.zeros((1, 2), dtype=torch.int32, device=group.device)
         for factor in (1.0, 2.5, 1.0, 2.5):
             made = weft.MoEFinalize(x, index, routed_scaling_factor=factor)
             got = ar.fused(prologue=made, backend="twoshot")
             brought = [weft.reference.finalize_moe(made)] * group.size
-            same(got, weft.reference.allreduce_fused(brought))
+            assert_same_outputs(got, weft.reference.allreduce_fused(brought))
         ar.fused(x, out=True)
         for _ in range(2):
             with pytest.raises(InvalidArgument, match="out is a int"):

@@ -15,7 +15,7 @@ from tests.emulator.emulate import EmulatedEntries, compile_emulated
 from tests.emulator.watch import watching, ways
 from tests.headers import HEADER_BYTES
 from tests.patience import hurry
-from tests.sums import Sum, quants
+from tests.sums import Sum, quant_specs
 from weft.allreduce.kernels import ReducePlan
 from weft.errors import PeerTimeout
 
@@ -59,7 +59,7 @@ def emulated(group: weft.Group, library: str, shapes: list[Shape], case: Sum) ->
         entries = shapes[group.rank].install(ar, library)
         with watching(group, entries.library, ar.site.stride) as watch:
             for seed, tokens in enumerate((1, 2, 9, TOKENS)):
-                specs = quants(group.device, case.hidden) if tokens == TOKENS else [None]
+                specs = quant_specs(group.device, case.hidden) if tokens == TOKENS else [None]
                 every_call(ar, case.next(tokens=tokens, seed=seed), "oneshot", specs)
         slots = {"slots": range(HEADER_BYTES, 1 << 40)}
         assert ways(watch.events(), slots) == {"slots": {"writes relaxed sys", "reads relaxed sys"}}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kinds import on_ranks
-from tests.rounds import Round, bits, settle
+from tests.rounds import Round, bits, synchronize
 from tests.sending import make, results
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.operator import ExpertGroups
@@ -17,7 +17,7 @@ from weft.grouping.operator import ExpertGroups
 def test_addresses(group):
     """Check refusals and addresses with combine="gemm_push"."""
     case = Round(tokens=(4, 9), hidden=256, top_k=3)
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     y_shape = (group.size, 16, case.hidden)
     with make(group, case, combine="gemm_push", split_phase=False) as a2a:
         with pytest.raises(InvalidArgument, match="combine='gemm_push'"):
@@ -39,7 +39,7 @@ def test_addresses(group):
                 refused()
         address = grouped.dst_addr
         assert address is not None
-        settle(group.device)
+        synchronize(group.device)
         assert torch.equal(address != 0, grouped.slot >= 0)
         used = address[address != 0]
         assert used.unique().numel() == used.numel()
@@ -68,7 +68,7 @@ def test_addresses(group):
 @on_ranks(2)
 def test_ids_and_weights_may_change_after_dispatch(group):
     case = Round(tokens=(16, 9), hidden=256)
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     count = torch.tensor([3], dtype=torch.int32, device=group.device)
     outs = []
     with make(group, case, combine="gemm_push") as a2a:

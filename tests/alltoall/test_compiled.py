@@ -9,7 +9,15 @@ import pytest
 import torch
 
 import weft
-from tests.compiled import PATIENT, compiled, layers, low_rounds, rank_rounds, reduces, same
+from tests.compiled import (
+    PATIENT,
+    assert_same,
+    compare_all_reduces,
+    compare_all_to_all,
+    compare_layers,
+    compare_low_latency,
+    compile_body,
+)
 from tests.kinds import CPU, THREADS, on_ranks
 from tests.moe.layers import CONFIGS, Case
 from tests.rounds import Round
@@ -25,7 +33,7 @@ INDUCTOR: dict[str, Any] = {"backend": "inductor"}
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_reduces(ranks):
-    ranks(2, "cpu")(reduces, DYNAMIC, ("none", "static", "ue8m0"), timeout=550.0)
+    ranks(2, "cpu")(compare_all_reduces, DYNAMIC, ("none", "static", "ue8m0"), timeout=550.0)
 
 
 @pytest.mark.slow
@@ -35,16 +43,16 @@ def test_all_to_alls(ranks):
 
 
 def exchanges(group: weft.Group, options: dict[str, Any]) -> None:
-    rank_rounds(group, options)
-    low_rounds(group, options, ("fp8", "reduced"))
+    compare_all_to_all(group, options)
+    compare_low_latency(group, options, ("fp8", "reduced"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @on_ranks(2, [CPU], timeout=550.0)
 def test_layers(group):
-    layers(group, DYNAMIC, {"overlap": "none"})
-    layers(group, PLAIN, {"mode": "low_latency", "overlap": "shared_expert"})
+    compare_layers(group, DYNAMIC, {"overlap": "none"})
+    compare_layers(group, PLAIN, {"mode": "low_latency", "overlap": "shared_expert"})
 
 
 # Of the compiler that moves, fuses and reuses memory one graph of each: its C++ takes long.
@@ -59,16 +67,16 @@ def test_inductor(ranks, body):
 
 
 def reduces_by_inductor(group: weft.Group) -> None:
-    reduces(group, INDUCTOR, ("ue8m0",), sizes=(5,))
+    compare_all_reduces(group, INDUCTOR, ("ue8m0",), sizes=(5,))
 
 
 def exchanges_by_inductor(group: weft.Group) -> None:
-    rank_rounds(group, INDUCTOR, ONCE)
-    low_rounds(group, INDUCTOR, ("plain",), ONCE)
-    layers(group, INDUCTOR, {"overlap": "shared_expert"}, ONCE)
-    args = Round((5, 3), top_k=3, experts=8, hidden=128).of(group.rank, group.device)[:3]
+    compare_all_to_all(group, INDUCTOR, ONCE)
+    compare_low_latency(group, INDUCTOR, ("plain",), ONCE)
+    compare_layers(group, INDUCTOR, {"overlap": "shared_expert"}, ONCE)
+    args = Round((5, 3), top_k=3, experts=8, hidden=128).inputs_of(group.rank, group.device)[:3]
     with weft.AllToAll(group, **SIZES, **PATIENT) as a2a:
-        same(compiled(late_reader, INDUCTOR)(a2a, *args), late_reader(a2a, *args))
+        assert_same(compile_body(late_reader, INDUCTOR)(a2a, *args), late_reader(a2a, *args))
 
 
 SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 3, "num_experts": 8, "hidden": 128}
@@ -97,14 +105,14 @@ def wrong(group: weft.Group) -> None:
         for kwargs, more, words in refused:
             with pytest.raises(Exception, match=words):
                 traced(kwargs, **more)
-        same((traced(x),), (expected,))
+        assert_same((traced(x),), (expected,))
         # What only a run can see comes as itself.
         shifted = torch.empty(4 * 256 + 1, dtype=x.dtype)[1:].view(4, 256).copy_(x)
         with pytest.raises(InvalidArgument, match="x starts at address"):
             traced(shifted)
         with pytest.raises(InvalidArgument, match="backend is 'fast'"):
             traced(x, backend="fast")
-        same((traced(x),), (expected,))
+        assert_same((traced(x),), (expected,))
         ar.check()
     with pytest.raises(OutOfOrder, match="was closed"):
         traced(x)
@@ -113,7 +121,7 @@ def wrong(group: weft.Group) -> None:
 def split_phase(group: weft.Group) -> None:
     """Split calls are refused inside a graph, and work at a graph break."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     with weft.AllToAll(group, **SIZES, split_phase=True, **PATIENT) as a2a:
 
         def body(x: torch.Tensor) -> torch.Tensor:
@@ -123,25 +131,25 @@ def split_phase(group: weft.Group) -> None:
 
         expected = body(x)
         with pytest.raises(Exception, match="InvalidArgument.*dispatch_send under torch.compile"):
-            compiled(body, PLAIN)(x)
+            compile_body(body, PLAIN)(x)
         torch._dynamo.reset()
-        same((torch.compile(body, backend="aot_eager")(x),), (expected,))
+        assert_same((torch.compile(body, backend="aot_eager")(x),), (expected,))
         a2a.check()
     with weft.LowLatencyAllToAll(group, split_phase=True, **SIZES, **PATIENT) as low:
         for name in ("dispatch_recv", "combine_recv"):
             with pytest.raises(Exception, match=f"InvalidArgument.*{name} under torch.compile"):
-                compiled(lambda: getattr(low, name)(), PLAIN)()  # noqa: B023
+                compile_body(lambda: getattr(low, name)(), PLAIN)()  # noqa: B023
     stored: dict[str, Any] = {"slots": 1, "combine": "gemm_push"}
     with weft.LowLatencyAllToAll(group, **SIZES, **stored, **PATIENT) as low:
         with pytest.raises(Exception, match="InvalidArgument.*with combine='gemm_push'"):
-            compiled(lambda x: low.dispatch(x, ids).counts, PLAIN)(x)
+            compile_body(lambda x: low.dispatch(x, ids).counts, PLAIN)(x)
         assert not low.history()
 
 
 def handed_over(group: weft.Group) -> None:
     """Dispatch and combine in two graphs, or one of them in eager code."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     with weft.LowLatencyAllToAll(group, **SIZES, quantize=None, **PATIENT) as low:
 
         def dispatch(x: torch.Tensor) -> Any:
@@ -152,10 +160,10 @@ def handed_over(group: weft.Group) -> None:
 
         rows = dispatch(x)
         expected = combine(rows.x, rows.handle)
-        for one in (dispatch, compiled(dispatch, PLAIN)):
+        for one in (dispatch, compile_body(dispatch, PLAIN)):
             for other in (combine, torch.compile(combine, backend="aot_eager", fullgraph=True)):
                 rows = one(x)
-                same((other(rows.x.clone(), rows.handle),), (expected,))
+                assert_same((other(rows.x.clone(), rows.handle),), (expected,))
                 with pytest.raises(OutOfOrder, match="not alive"):
                     other(rows.x.clone(), rows.handle)
 
@@ -163,22 +171,22 @@ def handed_over(group: weft.Group) -> None:
             rows = low.dispatch(x, ids, weights)
             return low.combine(rows.x, ids, weights, rows.handle, add=bad)
 
-        traced = compiled(fails, PLAIN)
+        traced = compile_body(fails, PLAIN)
         good = torch.zeros_like(x)
         shifted = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view_as(x)
         for _ in range(3):  # more often than there are slots
             with pytest.raises(InvalidArgument, match="add starts at address"):
                 traced(x, shifted)
-        same((traced(x, good),), (expected,))
+        assert_same((traced(x, good),), (expected,))
         low.check()
 
 
 def closed(group: weft.Group) -> None:
     """Calls of a closed object say so, also from a graph that was compiled before."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     deepseek = Case(CONFIGS["deepseek"], tokens=(5, 3))
-    logits = deepseek.of(group.rank, group.device)[1]
+    logits = deepseek.inputs_of(group.rank, group.device)[1]
 
     def by_rank(a2a: Any) -> Any:
         return a2a.combine(a2a.dispatch(x, ids, weights).x)
@@ -195,20 +203,20 @@ def closed(group: weft.Group) -> None:
         (by_expert, weft.LowLatencyAllToAll(group, **SIZES, quantize=None, **PATIENT)),
         (layer, deepseek.open(group, overlap="none", **PATIENT)),
     ):
-        traced = compiled(body, PLAIN)
-        same((traced(owner),), (body(owner),))
+        traced = compile_body(body, PLAIN)
+        assert_same((traced(owner),), (body(owner),))
         group.barrier()
         owner.close()
         with pytest.raises(OutOfOrder, match="was closed"):
             traced(owner)
         with pytest.raises(Exception, match="OutOfOrder.*was closed"):
-            compiled(body, PLAIN)(owner)
+            compile_body(body, PLAIN)(owner)
 
 
 def while_others_compile(group: weft.Group) -> None:
     """Calls stay eager while another thread compiles (is_compiling() is true in all threads)."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     with weft.AllToAll(group, **SIZES, **PATIENT) as a2a:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.compiler, "_is_compiling_flag", True)
@@ -245,15 +253,17 @@ def late_reader(
 def test_calls_keep_their_order_and_their_numbers(group):
     wrong(group)
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
-    args = case.of(group.rank, group.device)[:3]
+    args = case.inputs_of(group.rank, group.device)[:3]
     with weft.AllToAll(group, **SIZES) as a2a, weft.AllToAll(group, **SIZES) as other:
-        traced = compiled(late_reader, PLAIN)
+        traced = compile_body(late_reader, PLAIN)
         for owner in (a2a, other, a2a):
-            same(traced(owner, *args), late_reader(owner, *args))
+            assert_same(traced(owner, *args), late_reader(owner, *args))
         epoch = a2a.history()[-1].epoch
-        twice = compiled(lambda: tuple(a2a.combine(a2a.dispatch(*args).x) for _ in range(2)), PLAIN)
+        twice = compile_body(
+            lambda: tuple(a2a.combine(a2a.dispatch(*args).x) for _ in range(2)), PLAIN
+        )
         one, two = twice()
-        same((one,), (two,))
+        assert_same((one,), (two,))
         assert a2a.history()[-1].epoch == epoch + 2, "two equal calls stay two calls"
     with weft.AllToAll(group, stats=9, **SIZES) as a2a:
 
@@ -264,13 +274,13 @@ def test_calls_keep_their_order_and_their_numbers(group):
             a2a.combine(received.x)
             return seen
 
-        traced = compiled(exchange_stats, PLAIN)
+        traced = compile_body(exchange_stats, PLAIN)
         counts = [torch.arange(9, dtype=torch.int32) + rank for rank in range(group.size)]
         for number in range(3):
             got = traced(counts[group.rank] + number)
             assert torch.equal(got, torch.stack(counts) + number)
         with pytest.raises(Exception, match="stats is None in an all-to-all built with stats=9"):
-            compiled(lambda x: a2a.dispatch(x, *args[1:]).ids + 0, PLAIN)(args[0])
+            compile_body(lambda x: a2a.dispatch(x, *args[1:]).ids + 0, PLAIN)(args[0])
 
 
 @on_ranks(2, [THREADS])

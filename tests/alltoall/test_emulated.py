@@ -30,7 +30,7 @@ from tests.mutations import COMBINE_FP8 as FAULTS
 from tests.mutations import Mutation
 from tests.patience import hurry
 from tests.rounds import Round, bits, drop_refusals, play
-from tests.sending import round_trip, scattered, stored_at_owners
+from tests.sending import return_by_scatter, return_by_store, round_trip
 from weft.errors import PeerTimeout
 from weft.grouping.operator import ExpertGroups
 from weft.runtime.timeline import read_timeline
@@ -143,10 +143,8 @@ def test_gemm_push_has_the_bits_of_push(group, case):
         groups, others = ExpertGroups(a2a), ExpertGroups(other)
         for seed in range(4):
             turn = case.turned(seed)
-            expected = round_trip(other, others, turn, scattered)
-            assert torch.equal(
-                bits(round_trip(a2a, groups, turn, stored_at_owners)), bits(expected)
-            )
+            expected = round_trip(other, others, turn, return_by_scatter)
+            assert torch.equal(bits(round_trip(a2a, groups, turn, return_by_store)), bits(expected))
         a2a.check()
 
 
@@ -157,7 +155,7 @@ def alone(group: weft.Group, phase: str) -> str:
         play(a2a, case)
         hurry(a2a, 4.0)
         group.barrier()
-        text, args = "", case.of(group.rank, group.device)[:3]
+        text, args = "", case.inputs_of(group.rank, group.device)[:3]
         if phase == "combine":
             a2a.dispatch(*args)
         if group.rank != 1:

@@ -8,7 +8,7 @@ import torch
 
 import weft
 from tests.kinds import ANY, CPU, CUDA, on_ranks
-from tests.rounds import bits, settle
+from tests.rounds import bits, synchronize
 from weft.errors import BadExpertId, TokenOverflow
 from weft.lowlatency import reference as meaning
 from weft.moe import Expert, ExpertWeights, Routing, route
@@ -50,7 +50,7 @@ def rank_major(group: weft.Group, vectors: int) -> int:
             x = tokens(done + group.rank).to(group.device)
             inbox.fill_(MARK)
             a2a.output().view(torch.uint8).fill_(MARK)
-            settle(group.device)
+            synchronize(group.device)
             group.barrier()
             received = a2a.dispatch(x, ids)
             carried = (received.ids >= 0).any(dim=2)
@@ -65,7 +65,7 @@ def rank_major(group: weft.Group, vectors: int) -> int:
                 x, ids, None, a2a.placement, ranks=group.size
             )
             assert torch.equal(bits(out), bits(expected))
-            settle(group.device)
+            synchronize(group.device)
             with pytest.raises(BadExpertId):
                 a2a.check()
             done += TOKENS
@@ -88,10 +88,10 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
             x = tokens(seeds[group.rank]).to(group.device)
             slot = a2a.slots[number % len(a2a.slots)]
             slot.x.view(torch.uint8).fill_(MARK)
-            settle(group.device)
+            synchronize(group.device)
             group.barrier()
             got = a2a.dispatch(x, ids)
-            settle(group.device)
+            synchronize(group.device)
             want = meaning.dispatch(
                 [tokens(seed) for seed in seeds],
                 [wild(seed, wide=wide) for seed in seeds],
@@ -108,7 +108,7 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
                 assert bool((rows[count:].view(torch.uint8) == MARK).all())
                 assert torch.equal(got.source[expert, :count].cpu(), want.source[expert, :count])
             out = a2a.combine(torch.ones_like(got.x), ids, None, got.handle)
-            settle(group.device)
+            synchronize(group.device)
             served = (meaning.valid_ids(ids.cpu(), EXPERTS) >= 0).sum(dim=1)
             assert torch.equal(out.cpu().float(), served[:, None].expand(-1, HIDDEN).float())
             with pytest.raises(BadExpertId):
@@ -130,22 +130,22 @@ def repeats(group: weft.Group) -> tuple[str, str]:
     reported = []
     with weft.AllToAll(group, **sizes) as a2a:
         received = a2a.dispatch(x, ids)
-        settle(group.device)
+        synchronize(group.device)
         own = received.ids[group.rank, 0].tolist()
         local = [e in a2a.local_experts for e in ids[0].tolist()]
         assert [i >= 0 for i in own] == local  # both as they stand
         a2a.combine()
-        settle(group.device)
+        synchronize(group.device)
         with pytest.raises(BadExpertId) as caught:
             a2a.check()
         reported.append(str(caught.value))
     with weft.LowLatencyAllToAll(group, **sizes, quantize=None) as low:
         got = low.dispatch(x, ids)
-        settle(group.device)
+        synchronize(group.device)
         counts = dict(zip(low.local_experts, got.counts.tolist(), strict=True))
         assert all(counts.get(e, group.size) == group.size for e in (5, 9, 2))  # once a rank
         out = low.combine(torch.ones_like(got.x), ids, None, got.handle)
-        settle(group.device)
+        synchronize(group.device)
         assert out[0].tolist() == [3.0] * HIDDEN
         with pytest.raises(BadExpertId) as caught:
             low.check()
@@ -180,7 +180,7 @@ def test_wild_counts_of_layers_change_nothing_else(group, mode):
         for count, rows in ((-(2**31), 0), (-1, 0), (TOKENS + 1, TOKENS), (2**31 - 1, TOKENS)):
             number = torch.tensor([count], dtype=torch.int32, device=device)
             out = layer(x, logits, num_tokens=number)
-            settle(group.device)
+            synchronize(group.device)
             assert torch.equal(bits(out[:rows]), bits(before[:rows]))
             assert not out[rows:].any()
             if mode == "throughput":
@@ -191,7 +191,7 @@ def test_wild_counts_of_layers_change_nothing_else(group, mode):
         ids, _ = route(config.routing, odd)
         assert bool(((ids >= 0) & (ids < EXPERTS)).all())
         layer(x, odd)
-        settle(group.device)
+        synchronize(group.device)
         layer.check()
         assert torch.equal(bits(layer(x, logits)), bits(before))
         group.barrier()

@@ -11,7 +11,7 @@ import torch
 
 import weft
 from tests.kinds import CPU, CUDA, on_ranks
-from tests.rounds import Round, bits, play, settle
+from tests.rounds import Round, bits, play, synchronize
 from weft.errors import (
     BadExpertId,
     GeometryMismatch,
@@ -100,7 +100,7 @@ def test_invalid_input_is_reported_by_the_device(group):
     case = Round(tokens=(8, 8), top_k=2, experts=4, hidden=16)
     with weft.AllToAll(group, **SIZES) as a2a:
         for wide, bad in ((False, 4), (False, -2), (True, 2**32), (True, -(2**63)), (True, 2**31)):
-            x, ids, weights, _ = case.of(group.rank, d)
+            x, ids, weights, _ = case.inputs_of(group.rank, d)
             ids = ids.long() if wide else ids
             ids[3, 1] = bad
             received = a2a.dispatch(x, ids, weights)
@@ -110,24 +110,24 @@ def test_invalid_input_is_reported_by_the_device(group):
                 x, ids, weights, a2a.placement, ranks=group.size
             )
             assert torch.equal(bits(out), bits(expected))
-            settle(d)
+            synchronize(d)
             where = f"topk_ids[3, 1] is {bad}"
             refused(BadExpertId, a2a.check, f"rank {group.rank}", where, "0..3")
             a2a.check()
-        x, ids, weights, _ = case.of(group.rank, d)
+        x, ids, weights, _ = case.inputs_of(group.rank, d)
         ids[5] = 2
         a2a.dispatch(x, ids, weights)
         a2a.combine()
-        settle(d)
+        synchronize(d)
         refused(BadExpertId, a2a.check, "topk_ids[5, 1]", "repeats expert 2")
         for count in (9, -1):
             n = torch.tensor([count], dtype=torch.int32, device=d)
-            received = a2a.dispatch(*case.of(group.rank, d)[:3], num_tokens=n)
-            settle(d)
+            received = a2a.dispatch(*case.inputs_of(group.rank, d)[:3], num_tokens=n)
+            synchronize(d)
             group.barrier()
             assert received.counts.tolist() == [8 if count == 9 else 0] * 2
             a2a.combine()
-            settle(d)
+            synchronize(d)
             refused(TokenOverflow, a2a.check, f"is {count}", "0..8")
         play(a2a, case.next(seed=5))
         a2a.check()

@@ -8,7 +8,7 @@ import torch
 
 import weft
 from tests.kinds import on_ranks
-from tests.rounds import Round, bits, combining, settle
+from tests.rounds import Round, bits, combine_options, synchronize
 from weft.errors import GeometryMismatch, InvalidArgument
 from weft.grouping.operator import ExpertGroups
 
@@ -18,7 +18,7 @@ TOKENS = 12
 @on_ranks(2)
 def test_results_are_views_of_symmetric_memory(group):
     case = Round(tokens=(4, 2), hidden=128)
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     with case.open(group, TOKENS, split_phase=True) as a2a:
         a2a.dispatch_send(x, ids, weights, rows=4)
         received, output = a2a.dispatch_recv(), a2a.output(4)
@@ -45,8 +45,8 @@ def test_results_are_views_of_symmetric_memory(group):
 @on_ranks(3)
 def test_grouping(group, way):
     """Group rows and return them with fewer slots than max_tokens per source."""
-    case = Round(tokens=(5, 0, 3), hidden=128, options=combining(way))
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    case = Round(tokens=(5, 0, 3), hidden=128, options=combine_options(way))
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     outs = []
     with case.open(group, TOKENS, split_phase=True) as a2a:
         groups = ExpertGroups(a2a)
@@ -72,9 +72,9 @@ def test_ranks_that_differ_raise_with_both_numbers(group, rows):
     text = "nothing was raised"
     with case.open(group, TOKENS) as a2a:
         try:
-            a2a.dispatch(*case.of(group.rank, group.device)[:3], rows=rows[group.rank])
+            a2a.dispatch(*case.inputs_of(group.rank, group.device)[:3], rows=rows[group.rank])
             a2a.combine()
-            settle(group.device)
+            synchronize(group.device)
             a2a.check()
         except GeometryMismatch as error:
             text = str(error)

@@ -10,7 +10,7 @@ import torch
 
 import weft
 from tests.kinds import ANY, CUDA, THREADS, on_ranks
-from tests.rounds import Round, combining, play, settle
+from tests.rounds import Round, combine_options, play, synchronize
 from weft.errors import GeometryMismatch, InvalidArgument
 
 EXPERTS = 9
@@ -27,14 +27,14 @@ def every_round(group: weft.Group, options: dict[str, Any]) -> None:
                 ranks = range(group.size)
                 tokens = tuple(0 if seed % 3 == 2 else (5 * r + 7 * seed) % 17 for r in ranks)
                 play(a2a, CASE.next(tokens=tokens, seed=seed), poison=False, halves=seed % 2 == 1)
-            settle(group.device)
+            synchronize(group.device)
             a2a.check()
 
 
 @pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("way", ["pull", "fp8"])
 def test_numbers_change_every_round(ranks, kind, way):
-    ranks(3, kind)(every_round, combining(way))
+    ranks(3, kind)(every_round, combine_options(way))
 
 
 @pytest.mark.gpu
@@ -68,7 +68,7 @@ def test_numbers_of_a_replayed_graph(group):
 @on_ranks(2)
 def test_refusals_name_both_values_and_leave_the_round_as_it_was(group):
     case = CASE.next(tokens=(4,) * group.size)
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     good = case.stats_of(group.rank, 7, group.device)
 
     def refused(a2a: weft.AllToAll, stats: object, *words: str) -> None:

@@ -8,7 +8,7 @@ import torch
 
 import weft
 from tests.kinds import THREADS, on_ranks
-from tests.rounds import Round, bits, combining, play
+from tests.rounds import Round, bits, combine_options, play
 from weft.errors import InvalidArgument, OutOfOrder
 
 
@@ -42,7 +42,7 @@ def test_dispatch_quantises_bit_by_bit(group, quantize):
         with case.open(group, quantize=quantize) as a2a:
             x = strange_rows(hidden).to(dtype)
             tag = torch.arange(16 * 12, dtype=torch.uint8).view(16, 12)
-            ids = case.of(group.rank, group.device)[1]
+            ids = case.inputs_of(group.rank, group.device)[1]
             received = a2a.dispatch([x.to(group.device), tag.to(group.device)], ids)
             carries = (received.ids >= 0).any(dim=2).cpu()
             q, scales, tags = (plane.cpu() for plane in received.payloads)
@@ -75,10 +75,10 @@ def test_errors_are_bounded(kind):
 @pytest.mark.parametrize("way", ["push", "fp8"])
 @on_ranks(3)
 def test_counts_beyond_the_inbox_are_clamped(group, way):
-    case = Round(tokens=(16, 16, 16), hidden=256, experts=18, top_k=6, options=combining(way))
+    case = Round(tokens=(16, 16, 16), hidden=256, experts=18, top_k=6, options=combine_options(way))
     with case.open(group) as a2a:
         for lie in (-1, 2**31 - 1):
-            received = a2a.dispatch(*case.of(group.rank, group.device)[:3])
+            received = a2a.dispatch(*case.inputs_of(group.rank, group.device)[:3])
             a2a.output().zero_()
             received.counts.fill_(lie)
             a2a.combine()
@@ -88,7 +88,7 @@ def test_counts_beyond_the_inbox_are_clamped(group, way):
 @on_ranks(3, [THREADS])
 def test_split_calls_must_alternate(group):
     case = Round(tokens=(5, 0, 16), hidden=256)
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     with case.open(group) as a2a, pytest.raises(InvalidArgument, match="split_phase=True"):
         a2a.dispatch_send(x, ids, weights)
     with case.open(group, split_phase=True) as a2a:

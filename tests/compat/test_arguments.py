@@ -25,9 +25,9 @@ from tests.hostile import (
     WHOLE,
     Kind,
     Row,
-    listed,
-    public,
-    refuses,
+    assert_refusals,
+    kind_of_values,
+    public_parameters,
 )
 from tests.test_arguments import TIMES, inputs, pytestmark, tried
 from weft.compat import deep_ep, flashinfer, triton_dist
@@ -36,19 +36,19 @@ from weft.compat.flashinfer import allreduce_fusion, create_allreduce_fusion_wor
 __all__ = ["pytestmark"]
 MAX, TOP_K, EXPERTS, HIDDEN, TOKENS = 8, 2, 4, 128, 3
 BF16 = torch.bfloat16
-NONE = listed(7, "x", True, [], torch.zeros(2)).optional()  # refused whatever it is
-WANTS_TRUE = listed(False, 1, "yes", None, [], torch.tensor(True)).optional()
-WANTS_FALSE = listed(True, 0, "no", None, [], torch.tensor(False)).optional()
-NO_TENSOR = listed(7, "x", True, [1.0]).optional()
-GROUP = listed("x", 7, True, []).optional()
-NAME = listed("cutlass", 7, True, [], torch.zeros(2))
+NONE = kind_of_values(7, "x", True, [], torch.zeros(2)).optional()  # refused whatever it is
+WANTS_TRUE = kind_of_values(False, 1, "yes", None, [], torch.tensor(True)).optional()
+WANTS_FALSE = kind_of_values(True, 0, "no", None, [], torch.tensor(False)).optional()
+NO_TENSOR = kind_of_values(7, "x", True, [1.0]).optional()
+GROUP = kind_of_values("x", 7, True, []).optional()
+NAME = kind_of_values("cutlass", 7, True, [], torch.zeros(2))
 MAYBE = TENSOR.optional()
-FACTOR = listed(*POSITIVE.hostile(1.0))
+FACTOR = kind_of_values(*POSITIVE.hostile(1.0))
 
 
 def whole(*others: int) -> Kind:
     """Return an integer that is not among `others`."""
-    return listed(*WHOLE, *others)
+    return kind_of_values(*WHOLE, *others)
 
 
 def named(kind: Kind, names: str) -> dict[str, Kind]:
@@ -94,10 +94,10 @@ KINDS: dict[str, Kind] = {
     **{"tp_rank": whole(-1, 2), "tp_size": whole(0, -1, 3), "topk": whole(0, -1, 33)},
     **{"hidden_dim": whole(0, -1, 12), "num_ranks": whole(0, -1, 33), "top_k": whole(0, -1, 33)},
     **{"pattern": whole(-1, 12), "layout_code": whole(-1, 3).optional()},
-    **{"rms_eps": listed(*REAL.hostile(1.0), -1.0), "new_num_sms": whole(-1, 3)},
-    **{"output_dtype": listed("x", 7, torch.int8).optional(), "ep_size": whole(0, -1, 73)},
-    **{"output_scalar_scale": listed("x", 2.0, True, None, [])},
-    "sf_layout": listed("x", 7, []).optional(),
+    **{"rms_eps": kind_of_values(*REAL.hostile(1.0), -1.0), "new_num_sms": whole(-1, 3)},
+    **{"output_dtype": kind_of_values("x", 7, torch.int8).optional(), "ep_size": whole(0, -1, 73)},
+    **{"output_scalar_scale": kind_of_values("x", 2.0, True, None, [])},
+    "sf_layout": kind_of_values("x", 7, []).optional(),
 }
 
 
@@ -105,7 +105,7 @@ def refuse_all(
     call: Callable[..., Any], good: dict[str, Any], words: dict[str, str] | None = None, **own: Kind
 ) -> None:
     """Pass every hostile value to every argument. own: kinds of this call; words: in errors."""
-    kinds = {name: own.get(name, KINDS.get(name, FREE)) for name in public(call)}
+    kinds = {name: own.get(name, KINDS.get(name, FREE)) for name in public_parameters(call)}
     assert set(own) <= set(kinds)
     assert {name for name in kinds if name not in own} <= set(KINDS), call
     tried(Row(call, good, kinds, words or {}))
@@ -121,7 +121,7 @@ def moe_alltoall(group: weft.Group) -> None:
         flashinfer.MoeAlltoAll,
         kwargs,
         {"mapping": "", "hidden_size": "hidden"},
-        mapping=listed(*THING.hostile(None), *mappings),
+        mapping=kind_of_values(*THING.hostile(None), *mappings),
         top_k=whole(0, -1, 33, 5),
         num_experts=whole(0, -1, 1),
         workspace_size_per_rank=COUNT.optional(),
@@ -145,7 +145,7 @@ def moe_alltoall(group: weft.Group) -> None:
                 **{"expert_id_payload_index": 1, "eplb_local_stats": ids.new_ones(2)},
             },
             {"expert_id_payload_index": "payload"},
-            input_payloads=listed("x", 7, x, x.float().numpy(), [x, "a", ids], [], [x[0]]),
+            input_payloads=kind_of_values("x", 7, x, x.float().numpy(), [x, "a", ids], [], [x[0]]),
             invalid_token_expert_id=whole(1 << 31).optional(),
             expert_id_payload_index=whole(-1, 3, 0),
         )
@@ -191,7 +191,7 @@ def fusion(group: weft.Group) -> None:
         **{"world_size": group.size, "rank": group.rank, "max_token_num": MAX},
         **{"hidden_dim": HIDDEN, "dtype": BF16, "group": group},
     }
-    backends = listed("mnnvl", 7, True, [])
+    backends = kind_of_values("mnnvl", 7, True, [])
     words = {"hidden_dim": "hidden", "world_size": ""}
     refuse_all(create_allreduce_fusion_workspace, made, words, backend=backends)
     # The constructor of the workspace by its own name.
@@ -217,13 +217,13 @@ def fusion(group: weft.Group) -> None:
         refuse_all(allreduce_fusion, passed, output=NO_TENSOR)
 
         def parts(more: dict[str, Any], kinds: dict[str, Kind], **words: str) -> None:
-            refuses(Row(allreduce_fusion, {**passed, **more}, kinds, words))
+            assert_refusals(Row(allreduce_fusion, {**passed, **more}, kinds, words))
 
         plain = {"input": x, "workspace": workspace, "pattern": 0}
         plain["output"] = torch.zeros_like(x)
-        refuses(Row(allreduce_fusion, plain, {"output": MAYBE}))
+        assert_refusals(Row(allreduce_fusion, plain, {"output": MAYBE}))
         parts({"pattern": 4, "scale_factor": 1.0}, {"scale_factor": FACTOR})
-        sizes = {"block_quant_group_size": listed(64, "128", True, [128])}
+        sizes = {"block_quant_group_size": kind_of_values(64, "128", True, [128])}
         parts({"pattern": 9, "block_quant_group_size": 128}, sizes)
         index = torch.zeros((TOKENS, 2), dtype=torch.int32)
         finalised = {"pattern": 7, "expanded_idx_to_permuted_idx": index}
@@ -237,7 +237,7 @@ def fusion(group: weft.Group) -> None:
             "moe_reduction_active_experts_token_input": rows,
             "moe_reduction_token_input": x,
         }
-        held = listed(7, "x", True, [1.0], torch.zeros(3))
+        held = kind_of_values(7, "x", True, [1.0], torch.zeros(3))
         kinds = {name: held for name in reduced if name.startswith("moe_")}
         kinds["moe_reduction_device_num_experts"] = whole(0, -1, 3)
         parts(reduced, kinds, moe_reduction_device_num_experts="experts")
@@ -252,7 +252,7 @@ def low_latency(group: weft.Group) -> None:
     asked = {"num_max_dispatch_tokens_per_rank": 8, "hidden": 128, "num_ranks": 2, "num_experts": 4}
     ranks, hint = whole(0, -1, 73), Buffer.get_low_latency_rdma_size_hint
     refuse_all(hint, asked, hidden=whole(0, -1, 100), num_ranks=ranks)
-    refuse_all(deep_ep.Config, {name: 8 for name in public(deep_ep.Config)})
+    refuse_all(deep_ep.Config, {name: 8 for name in public_parameters(deep_ep.Config)})
     refuse_all(Buffer.set_num_sms, {"new_num_sms": 20})
     x, ids, weights = inputs(group)
     buffer, topk = Buffer(**kwargs), ids.long()

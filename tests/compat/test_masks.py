@@ -14,8 +14,8 @@ from tests.baseline import die
 from tests.compat.calls import HIDDEN, RANKS, experts_of, identity, make, refused, routing
 from tests.compat.test_low_latency import EXPERTS, MOST, inputs, whole
 from tests.ranks import on_ranks
-from tests.recovery import Survivors, until_broken
-from tests.rounds import bits, dropped
+from tests.recovery import Survivors, run_until_broken
+from tests.rounds import bits, drop_dead_ids
 from weft import reference
 from weft.compat.deep_ep import Buffer
 from weft.errors import BadExpertId, InvalidArgument
@@ -29,7 +29,7 @@ def lose(survivors: Survivors, dies: int, one_round: Callable[[], object]) -> No
     survivors.barrier()
     if survivors.group.rank == dies:
         die()
-    until_broken(one_round)
+    run_until_broken(one_round)
     survivors.lose(dies)
 
 
@@ -46,7 +46,7 @@ def test_flashinfer(group: weft.Group) -> None:
             placement = weft.Placement.blocks(7, RANKS)
             y = identity(sent, experts_of(group.rank))
             got = a2a.combine(y, 4, active_rank_mask=mask(*living))
-            kept = dropped(ids, placement.ranks, living)
+            kept = drop_dead_ids(ids, placement.ranks, living)
             expected = reference.identity_round_trip(x, kept, weights, placement, ranks=RANKS)
             assert torch.equal(bits(got), bits(expected))
 
@@ -77,7 +77,7 @@ def test_deep_ep(group: weft.Group) -> None:
         numbers, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
         got, _, _ = buffer.low_latency_combine(whole(numbers).clone(), ids, weights, handle)
         owners = weft.Placement.blocks(EXPERTS, group.size).ranks
-        kept = dropped(ids, owners, survivors.ranks)
+        kept = drop_dead_ids(ids, owners, survivors.ranks)
         total = torch.zeros_like(x, dtype=torch.float32)
         for k in range(ids.shape[1]):
             part = x.float() * weights[:, k : k + 1]

@@ -12,7 +12,7 @@ import torch
 import weft
 from tests.compat.buffers import KINDS, buffered
 from tests.compat.test_low_latency import whole
-from tests.rounds import bits, settle
+from tests.rounds import bits, synchronize
 from weft.compat import refusals, row_exchange
 from weft.compat.deep_ep import Buffer, Config
 from weft.compat.normal_mode import NormalHandle
@@ -354,7 +354,7 @@ def rows_that_do_not_fit(group: weft.Group, buffer: Buffer) -> None:
     same(ids[:14], want.ids[:bound])
     assert handle is not None
     buffer.combine(whole(got), handle)
-    settle(group.device)
+    synchronize(group.device)
     if group.rank == 0:
         with pytest.raises(TokenOverflow):
             buffer.check()

@@ -16,7 +16,7 @@ from tests.allreduce.test_allreduce import every_call, make
 from tests.emulator.emulate import EmulatedEntries, compile_emulated
 from tests.emulator.watch import watching, ways
 from tests.headers import HEADER_BYTES
-from tests.sums import BACKENDS, Sum, play, quants
+from tests.sums import BACKENDS, Sum, play, quant_specs
 from weft.allreduce.kernels import ReducePlan
 from weft.errors import PeerTimeout
 
@@ -52,7 +52,7 @@ def emulated(
             entries.plans[backend, TOKENS] = plan
         with watching(group, entries.library, ar.site.stride) as watch:
             for backend in BACKENDS:
-                specs = quants(group.device, case.hidden, group.rank) if many else [None]
+                specs = quant_specs(group.device, case.hidden, group.rank) if many else [None]
                 # At the receiver other threads write a row than those that have read it to send
                 # it: what the peers made of it orders them, and that no watch follows.
                 every_call(ar, case, backend, specs, in_place=not case.differ)

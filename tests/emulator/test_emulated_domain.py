@@ -29,7 +29,7 @@ from tests.emulator.operators import (
     compile_low,
 )
 from tests.lowlatency_rounds import Mode
-from tests.rounds import Round, combining, drop_refusals, play
+from tests.rounds import Round, combine_options, drop_refusals, play
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.alltoall.config import AllToAllConfig
@@ -53,7 +53,8 @@ def compiled(kind: str) -> Any:
     """Return the kernels of an operator, compiled for a CPU."""
     if kind == "alltoall":
         shapes = [
-            AllToAllConfig.from_args(ranks=RANKS, **SIZES, **combining(way)).shape for way in WAYS
+            AllToAllConfig.from_args(ranks=RANKS, **SIZES, **combine_options(way)).shape
+            for way in WAYS
         ]
         return [compile_alltoall(shape, defines=WIDE) for shape in shapes]
     if kind == "lowlatency":
@@ -66,7 +67,7 @@ def compiled(kind: str) -> Any:
 
 def opened(kind: str, group: weft.Group) -> list[Any]:
     if kind == "alltoall":
-        return [weft.AllToAll(group, **SIZES, **combining(way), **PATIENT) for way in WAYS]
+        return [weft.AllToAll(group, **SIZES, **combine_options(way), **PATIENT) for way in WAYS]
     if kind == "lowlatency":
         return [mode.make(group, CASE, 8) for mode in MODES]
     return [weft.AllReduce(group, max_tokens=5, hidden=256, missing="drop", **PATIENT)]

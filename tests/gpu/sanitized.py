@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from tests.rounds import Round, bits, combining
+from tests.rounds import Round, bits, combine_options
 from weft.alltoall.config import Offsets
 from weft.errors import BadExpertId
 from weft.grouping.operator import ExpertGroups, Grouped
@@ -60,7 +60,7 @@ def rounds(group: weft.Group) -> None:
         exact = "quantize" not in options
         with weft.AllToAll(group, **case.sizes(16), **PATIENT, **options) as a2a:
             say("built for", options)
-            x, ids, weights, _ = case.of(group.rank, CPU)
+            x, ids, weights, _ = case.inputs_of(group.rank, CPU)
             if ids.numel():
                 ids[0, 0] = 2**31 - 1
             args = [t.to(group.device) for t in (x, ids, weights)]
@@ -106,7 +106,7 @@ def sums(group: weft.Group) -> None:
 def by_expert(group: weft.Group) -> None:
     """Run rounds of the low-latency all-to-all."""
     case = Round(tokens=(16, 9), hidden=1024, top_k=4, experts=16)
-    x, ids, weights, _ = (t.to(group.device) for t in case.of(group.rank, CPU))
+    x, ids, weights, _ = (t.to(group.device) for t in case.inputs_of(group.rank, CPU))
     sender = {"reduce": "sender", "combine_dtype": "fp8", "split_phase": True}
     modes: tuple[dict[str, Any], ...] = ({}, sender)
     for options in modes:
@@ -132,11 +132,11 @@ WAYS = (
 
 def rows_return(group: weft.Group) -> None:
     """Play every way twice; rows that are not FP8 must have the bits of the first. Collective."""
-    x, ids, weights, _ = CASE.of(group.rank, CPU)
+    x, ids, weights, _ = CASE.inputs_of(group.rank, CPU)
     args = [t.to(group.device) for t in (x, ids, weights)]
     expected: torch.Tensor | None = None
     for way, sent in WAYS:
-        options = combining(way) | {"split_phase": True}
+        options = combine_options(way) | {"split_phase": True}
         with weft.AllToAll(group, **CASE.sizes(16), **options, **PATIENT) as a2a:
             groups = ExpertGroups(a2a, align=8)
             for _ in range(2):

@@ -9,9 +9,17 @@ import pytest
 import torch
 
 import weft
-from tests.compiled import PATIENT, compiled, layers, low_rounds, rank_rounds, reduces, same
+from tests.compiled import (
+    PATIENT,
+    assert_same,
+    compare_all_reduces,
+    compare_all_to_all,
+    compare_layers,
+    compare_low_latency,
+    compile_body,
+)
 from tests.kinds import CUDA, on_ranks
-from tests.rounds import Round, settle
+from tests.rounds import Round, synchronize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 INDUCTOR: dict[str, Any] = {"backend": "inductor"}
@@ -27,16 +35,16 @@ def run(group: weft.Group, options: dict[str, Any], part: str) -> None:
     turns = STAGGERED if captured else ((5, 3), (0, 8), (4, 4), (6, 0))
     if part == "reduces":
         sizes = SAME if captured else (5, 8, 0, 1, 3)
-        reduces(group, options, ("none", "static", "token", "group", "ue8m0"), sizes)
+        compare_all_reduces(group, options, ("none", "static", "token", "group", "ue8m0"), sizes)
     elif part == "rank":
-        rank_rounds(group, options, turns)
+        compare_all_to_all(group, options, turns)
     elif part == "low":
-        low_rounds(group, options, ("fp8", "plain", "ue8m0", "reduced"), turns)
+        compare_low_latency(group, options, ("fp8", "plain", "ue8m0", "reduced"), turns)
     elif part == "layer":
-        layers(group, options, {"overlap": "shared_expert"}, turns)
+        compare_layers(group, options, {"overlap": "shared_expert"}, turns)
     else:
         built = {"mode": "low_latency", "overlap": "shared_expert"}
-        layers(group, options, built, turns)
+        compare_layers(group, options, built, turns)
 
 
 PARTS = ("reduces", "rank", "low", "layer", "layer by expert")
@@ -61,7 +69,9 @@ def test_one_gpu(ranks, part):
 def test_replays_run_without_the_host(group):
     """The host's count of rounds is constant during replays; the device's increases."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
-    x, ids, weights, _ = case.next(tokens=case.tokens[: group.size]).of(group.rank, group.device)
+    x, ids, weights, _ = case.next(tokens=case.tokens[: group.size]).inputs_of(
+        group.rank, group.device
+    )
     sizes: dict[str, Any] = {"max_tokens": 8, "top_k": 3, "num_experts": 8, "hidden": 128}
     with weft.AllToAll(group, **sizes, **PATIENT) as a2a:
 
@@ -69,15 +79,15 @@ def test_replays_run_without_the_host(group):
             received = a2a.dispatch(x * 2, ids, weights)
             return (a2a.combine(received.x) + 1,)
 
-        expected, traced = body(x), compiled(body, CAPTURED)
+        expected, traced = body(x), compile_body(body, CAPTURED)
         for _ in range(3):  # compiled and warmed up, captured, replayed
-            same(traced(x), expected)
-        settle(group.device)
+            assert_same(traced(x), expected)
+        synchronize(group.device)
         host, device = a2a._round, a2a.history()[-1].epoch
         for _ in range(5):
-            same(traced(x), expected)
-        settle(group.device)
+            assert_same(traced(x), expected)
+        synchronize(group.device)
         assert a2a._round == host
         assert a2a.history()[-1].epoch == device + 5
-        same(body(x), expected)
+        assert_same(body(x), expected)
         a2a.check()

@@ -15,7 +15,7 @@ import torch
 
 import weft
 from tests.kinds import ANY
-from tests.steps import STEPPED, Step, captured
+from tests.steps import STEPPED, Step, capture_body
 
 SIZES: dict[str, tuple[int, ...]] = {
     "alltoall": (1, 8, 33, 128),
@@ -67,7 +67,7 @@ def replay(group: weft.Group, run: str) -> None:
     with op:
         # The first call of an all-reduce's size may be a captured one.
         warm_up = op.kind.name != "allreduce"
-        plays = [captured(group, step, warm_up=warm_up) for step in steps]
+        plays = [capture_body(group, step, warm_up=warm_up) for step in steps]
         while done < rounds:
             which, turn = order.randrange(len(steps)), turn + 1
             if turn % 41 == 0:

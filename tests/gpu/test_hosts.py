@@ -19,7 +19,7 @@ import weft
 from tests.hosts.spanning import on_hosts, play
 from tests.hosts.test_layer import LAYERS
 from tests.hosts.test_lowlatency import rounds as low_latency_rounds
-from tests.moe.layers import CONFIGS, Case, bound
+from tests.moe.layers import CONFIGS, Case, tolerance_of
 from tests.rounds import Round, bits
 from weft import reference
 from weft.bench.harness import capture, synchronize_ranks
@@ -61,7 +61,7 @@ def replayed(group: weft.Group) -> None:
     """A captured round gives the bits of an eager one, with other tokens in the same memory."""
     case = Round(tokens=(8,) * group.size, hidden=256)
     with made(group, case) as a2a:
-        x, ids, weights, _ = case.of(group.rank, group.device)
+        x, ids, weights, _ = case.inputs_of(group.rank, group.device)
         out = torch.empty_like(x)
 
         def call() -> None:
@@ -73,7 +73,8 @@ def replayed(group: weft.Group) -> None:
         synchronize_ranks(group)
         graph = capture(call)
         for seed in range(20):
-            for own, new in zip((x, ids, weights), case.next(seed=seed).of(group.rank, x.device)):  # noqa: B905
+            drawn = case.next(seed=seed).inputs_of(group.rank, x.device)
+            for own, new in zip((x, ids, weights), drawn, strict=False):  # without what is added
                 own.copy_(new)
             graph.replay()
             torch.cuda.synchronize()
@@ -91,15 +92,15 @@ def test_rounds_are_replayed_from_graphs(ranks):
 def layers(group: weft.Group) -> None:
     for name, (config, options) in LAYERS.items():
         case = Case(CONFIGS[config], tokens=TOKENS)
-        x, logits = case.of(group.rank, group.device)
+        x, logits = case.inputs_of(group.rank, group.device)
         with case.open(group, **options) as layer:
             out = layer(x, logits)
-            expected = case.wanted(layer, x, logits, quantize=options.get("quantize"))
+            expected = case.expected(layer, x, logits, quantize=options.get("quantize"))
             torch.cuda.synchronize()
             layer.check()
         if len(x):
             coarse = 2.0**-3 if options.get("combine_dtype") else 0.0
-            most = 1.5 * bound(case.config, expected) + coarse * float(expected.abs().max())
+            most = 1.5 * tolerance_of(case.config, expected) + coarse * float(expected.abs().max())
             assert float((out.float() - expected).abs().max()) <= most, name
 
 
@@ -122,7 +123,7 @@ def loses_a_host(group: weft.Group, kill: bool) -> tuple[str, float]:
         began = time.monotonic()
         try:
             while time.monotonic() - began < 60.0:
-                x, ids, weights, _ = case.of(group.rank, group.device)
+                x, ids, weights, _ = case.inputs_of(group.rank, group.device)
                 received = a2a.dispatch(x, ids, weights)
                 a2a.combine(reference.identity_experts(received, x.dtype))
                 torch.cuda.synchronize()

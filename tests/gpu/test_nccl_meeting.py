@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.baseline import raised
+from tests.baseline import call_outcome
 from weft.errors import RendezvousFailed
 from weft.group import hosts
 from weft.group.group import Group
@@ -31,7 +31,7 @@ def die_on_the_way(group, victim):
     if group.rank == victim:
         system: Any = hosts
         system.meet = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    return raised(Group.from_torch, pg, timeout=100.0)
+    return call_outcome(Group.from_torch, pg, timeout=100.0)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -22,7 +22,7 @@ import weft
 from tests.group.test_replacement import start
 from tests.ranks import on_ranks
 from tests.recovery import PATIENCE, Survivors
-from tests.steps import STEPPED, Step, captured
+from tests.steps import STEPPED, Step, capture_body
 from weft.errors import BadExpertId, GroupError
 
 RANKS, ORDER = 4, (2, 0)  # the ranks die in this order
@@ -93,7 +93,7 @@ def test_a_graph_works_after_a_recovery(
 ) -> None:
     survivors, step = Survivors(group), opened(group, name)
     with step.op as op:
-        replay = captured(group, step)
+        replay = capture_body(group, step)
         hold(step, replay, 1)
         op.made.check()
         for dies in ORDER:
@@ -115,7 +115,7 @@ def test_a_graph_works_after_a_recovery(
 def test_a_graph_that_sums_over_all_returns_at_once(group: weft.Group, tmp_path: Path) -> None:
     survivors, step = Survivors(group), opened(group, "twoshot")
     with step.op:
-        replay = captured(group, step)
+        replay = capture_body(group, step)
         hold(step, replay, 1)
         die_replaying(step, replay, 2, tmp_path)
         survivors.lose(2)
@@ -137,7 +137,7 @@ def newcomer(address: str, rank: int, name: str, kind: str) -> None:
     group = weft.Group.join(address, rank=rank, size=RANKS, device=device, timeout=PATIENCE)
     step = opened(group, name)
     group.enter(timeout=PATIENCE)
-    hold(step, captured(group, step), 3)
+    hold(step, capture_body(group, step), 3)
     group.barrier()
 
 
@@ -148,7 +148,7 @@ def test_a_graph_works_after_a_replacement(
     group: weft.Group, device: str, name: str, tmp_path: Path
 ) -> None:
     step = opened(group, name)
-    replay = captured(group, step)
+    replay = capture_body(group, step)
     hold(step, replay, 1)
     die_replaying(step, replay, VICTIM, tmp_path)
     result = group.recover(timeout=PATIENCE)

@@ -10,8 +10,8 @@ import torch
 
 import weft
 from tests.allreduce.test_allreduce import expert_rows
-from tests.rounds import settle
-from tests.sums import Sum, play, quants, same
+from tests.rounds import synchronize
+from tests.sums import Sum, assert_same_outputs, play, quant_specs
 
 pytestmark = pytest.mark.gpu
 
@@ -23,24 +23,24 @@ def exact(group: weft.Group, hidden: int) -> list[str]:
     with weft.AllReduce(group, max_tokens=512, hidden=hidden, timeout=60.0) as ar:
         cases = [Sum(n, hidden, seed=n, special=True, bias=1.0) for n in (*SIZES, *SIZES[::-1])]
         for case in cases:
-            for quant in quants(group.device, hidden):
+            for quant in quant_specs(group.device, hidden):
                 play(ar, case, "oneshot", quant)
             made = [expert_rows(case, rank, group.device) for rank in range(group.size)]
             xs = [weft.reference.finalize_moe(m) for m in made]
             got = ar.fused(prologue=made[group.rank], backend="oneshot")
-            settle(group.device)
+            synchronize(group.device)
             ar.check()
-            same(got, weft.reference.allreduce_fused(xs))
+            assert_same_outputs(got, weft.reference.allreduce_fused(xs))
         rows = [[case.rows(rank, group.device) for rank in range(group.size)] for case in cases]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             result = [ar.fused(xs[group.rank], backend="oneshot") for xs in rows]
         for _ in range(20):
             graph.replay()
-        settle(group.device)
+        synchronize(group.device)
         ar.check()
         for got, xs in zip(result, rows, strict=True):
-            same(got, weft.reference.allreduce_fused(xs))
+            assert_same_outputs(got, weft.reference.allreduce_fused(xs))
         kernels: Any = ar._kernels
         return [kernels._launches["oneshot", n].launcher.function.name for n in SIZES]
 

@@ -48,7 +48,7 @@ class Layer:
         self.beside = make(group, CASE, combine="pull", max_tokens=64, timeout=10.0)
         self.groups, self.others = ExpertGroups(self.a2a), ExpertGroups(self.beside)
         self.source = torch.randn(self.groups._y_shape, device=group.device).bfloat16()
-        self.inputs = tuple(t.clone() for t in CASE.of(group.rank, group.device)[:3])
+        self.inputs = tuple(t.clone() for t in CASE.inputs_of(group.rank, group.device)[:3])
         self.out = torch.empty_like(self.inputs[0])
 
     def product(self, grouped: Grouped) -> None:
@@ -87,7 +87,7 @@ def test_rows_that_a_gemm_stores_are_combined(group):
         layer.check()
     graph = capture(layer.run)
     for seed in range(50):
-        fresh = CASE.next(seed=seed).of(group.rank, group.device)
+        fresh = CASE.next(seed=seed).inputs_of(group.rank, group.device)
         for own, new in zip(layer.inputs, fresh[:3], strict=True):
             own.copy_(new)
         graph.replay()

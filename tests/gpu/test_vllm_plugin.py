@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from tests.plugins.standins import far
+from tests.plugins.standins import max_relative_difference
 from tests.plugins.vllm.workers import HIDDEN, Worker, alone, leave, tokens
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,7 @@ def replay(group: weft.Group, form: str, method: str) -> float:
         else:
             graph.replay()
         want = alone(x.cpu(), real=real, layers=1)
-        result = max(result, far(out.float().cpu(), want.float()))
+        result = max(result, max_relative_difference(out.float().cpu(), want.float()))
     assert not engine._blocks or not engine._blocks.broken
     leave()
     return result

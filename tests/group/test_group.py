@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.baseline import NESTED, die, open_files, raised, raises_soon
+from tests.baseline import NESTED, call_outcome, die, open_files, raises_soon
 from tests.ranks import on_ranks
 from weft.errors import (
     CreationFailed,
@@ -106,7 +106,7 @@ def test_together_returns_or_fails_everywhere(group):
 
     assert group.together(lambda: group.rank, doing="counting") == group.rank
     text = "stepping failed on rank 2 of 3: OSError: [Errno 12] no memory"
-    assert raised(group.together, step, doing="stepping")[:2] == ["CreationFailed", text]
+    assert call_outcome(group.together, step, doing="stepping")[:2] == ["CreationFailed", text]
 
 
 @on_ranks(3, "threads")
@@ -200,7 +200,7 @@ def test_a_forked_child_leaves_the_group_alone(group):
     child = os.fork()
     if child == 0:
         calls = (group.barrier, group.enter, partial(group.recover, suspects=[1 - group.rank]))
-        code = 0 if {raised(call)[0] for call in calls} == {"OutOfOrder"} else 1
+        code = 0 if {call_outcome(call)[0] for call in calls} == {"OutOfOrder"} else 1
         group.abort("it is no rank")
         group.close()
         os._exit(code)
@@ -240,9 +240,9 @@ def test_a_rank_without_room_for_a_descriptor_is_named_on_all(group):
             while True:
                 fds.append(os.dup(fds[0]))
         os.close(fds.pop())  # for the duplicate of its own that it sends
-    error = raised(group.exchange_fds, fds[0])
+    error = call_outcome(group.exchange_fds, fds[0])
     if error[0] == "nothing":  # it was through before rank 1 failed, which had sent its part
-        error = raised(group.barrier)
+        error = call_outcome(group.barrier)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert re.fullmatch(
         r"rank 1 \(pid \d+\) cannot take its part of exchange_fds: it is at its limit of 64 open "

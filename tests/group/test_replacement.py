@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import weft
-from tests.baseline import die, open_files, raised, raises_soon, shares_mapped
+from tests.baseline import call_outcome, die, open_files, raises_soon, shares_mapped
 from tests.group.test_recovery import LONG, Operator, on_four, stop, together
-from tests.moe.layers import CONFIGS, Case, bound
+from tests.moe.layers import CONFIGS, Case, tolerance_of
 from tests.ranks import on_ranks
 from tests.rounds import Round, play
 from weft.errors import (
@@ -191,7 +191,7 @@ def test_a_replacement_that_dies_is_replaced(group, when):
     operator = Operator(group)
     lose(group, 3)
     meeting, _ = begin(group, lives_on, 3, when)
-    error = raised(group.replace, meeting, timeout=LONG)[0]
+    error = call_outcome(group.replace, meeting, timeout=LONG)[0]
     assert error in ("nothing", "RendezvousFailed", "CreationFailed")
     recover(group, 3)
     take_in(group, operator)
@@ -319,7 +319,7 @@ def test_an_interrupted_survivor_continues_without_a_leak(group, where):
 
 
 def of_other_sizes(address, rank):
-    assert raised(Heap.create, join(address, rank), 8192)[0] == "GeometryMismatch"
+    assert call_outcome(Heap.create, join(address, rank), 8192)[0] == "GeometryMismatch"
 
 
 @on_four(dies=[1])
@@ -377,7 +377,7 @@ def test_survivors_continue_without_a_replacement(group):
 
 
 def is_one_too_many(address, rank):
-    assert raised(join, address, rank)[0] == "RendezvousFailed"
+    assert call_outcome(join, address, rank)[0] == "RendezvousFailed"
 
 
 @on_four(dies=[1])
@@ -463,10 +463,10 @@ class Objects:
                 assert out is not None
                 assert bool((out == 10.0).all())
             else:
-                x, logits = LAYER.next(seed=seed).of(rank, torch.device("cpu"))
-                expected = LAYER.wanted(called, x, logits)
+                x, logits = LAYER.next(seed=seed).inputs_of(rank, torch.device("cpu"))
+                expected = LAYER.expected(called, x, logits)
                 error = (called(x, logits).float() - expected).abs().max()
-                assert error <= bound(LAYER.config, expected), name
+                assert error <= tolerance_of(LAYER.config, expected), name
 
 
 def works(address, rank):

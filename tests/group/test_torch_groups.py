@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.baseline import die, raised, raises_soon
+from tests.baseline import call_outcome, die, raises_soon
 from tests.ranks import on_ranks
 from weft.errors import CreationFailed, GeometryMismatch, InvalidArgument, RendezvousFailed
 from weft.group import hosts
@@ -45,7 +45,7 @@ def test_torch_groups_both_ways(group):
             other.agree(group.rank, what="it")
     group.close()
     assert not dist.is_initialized()
-    assert raised(other.barrier)[0] == "OutOfOrder"
+    assert call_outcome(other.barrier)[0] == "OutOfOrder"
 
 
 @on_ranks(2, "cpu")
@@ -72,7 +72,7 @@ def test_a_torch_group_with_a_dead_rank_closes_at_once(group):
         die()
     with raises_soon(RendezvousFailed, "died"):
         group.barrier()
-    kind, _, seconds = raised(group.close)
+    kind, _, seconds = call_outcome(group.close)
     assert kind == "nothing"
     assert seconds < 100.0
 

@@ -15,8 +15,8 @@ import weft
 from tests.emulator.operators import EmulatedGroups, compile_groups, places
 from tests.emulator.watch import Event, watching, ways
 from tests.kinds import THREADS, on_ranks
-from tests.rounds import Round, bits, combining, drop_refusals
-from tests.sending import make, round_trip, scattered, sent, stored_at_owners
+from tests.rounds import Round, bits, combine_options, drop_refusals
+from tests.sending import make, return_by_scatter, return_by_send, return_by_store, round_trip
 from weft.errors import TokenOverflow
 from weft.grouping.operator import ExpertGroups
 
@@ -59,17 +59,20 @@ def emulate(groups: ExpertGroups) -> EmulatedGroups:
 def test_kernels_send_as_the_cpu_does(group, name, layout):
     case, way = CASES[name], name.split()[0]
     with (
-        make(group, case, **combining(way)) as a2a,
+        make(group, case, **combine_options(way)) as a2a,
         make(group, case, combine_dtype="fp8" if way == "fp8" else None) as plain,
     ):
         groups, others = (ExpertGroups(each, **LAYOUTS[layout]) for each in (a2a, plain))
         entries = emulate(groups)
-        for give_back in (sent, stored_at_owners if way == "choices" else scattered) * 2:
-            expected = round_trip(plain, others, case, scattered)
+        for give_back in (
+            return_by_send,
+            return_by_store if way == "choices" else return_by_scatter,
+        ) * 2:
+            expected = round_trip(plain, others, case, return_by_scatter)
             got = round_trip(a2a, groups, case, give_back)
             assert torch.equal(bits(got), bits(expected))
         with watching(group, entries.library, a2a.site.stride, whole=False) as watch:
-            round_trip(a2a, groups, case, sent)
+            round_trip(a2a, groups, case, return_by_send)
         check_touched(watch.events(), a2a, way)
         for each in (a2a, plain):
             drop_refusals(each)
@@ -89,10 +92,10 @@ def check_touched(seen: list[Event], a2a: weft.AllToAll, way: str) -> None:
 def test_many_groups_that_overflow_are_one_refusal(group):
     """The groups of two warps' lanes overflow."""
     case = Round(tokens=(3, 3), top_k=2, experts=160)
-    with make(group, case, **combining("push")) as a2a:
+    with make(group, case, **combine_options("push")) as a2a:
         groups = ExpertGroups(a2a, layout="masked", max_rows=2)
         emulate(groups)
-        x, _, weights, _ = case.of(a2a.rank, group.device)
+        x, _, weights, _ = case.inputs_of(a2a.rank, group.device)
         # Of rank 0, whose 80 groups take a warp three turns.
         ids = torch.tensor([[7, 71]]).repeat(3, 1)
         grouped = groups.gather(a2a.dispatch(x, ids.int(), weights))

@@ -19,7 +19,7 @@ from tests.groups import (
 )
 from tests.headers import Header
 from tests.kinds import ANY, on_ranks
-from tests.rounds import settle
+from tests.rounds import synchronize
 from weft.grouping.operator import ExpertGroups, Grouped
 
 
@@ -114,7 +114,7 @@ def no_experts(group: weft.Group) -> tuple[int, ...]:
         groups = ExpertGroups(a2a)
         received = empty_round(a2a)
         grouped = groups.gather(received)
-        settle(group.device)
+        synchronize(group.device)
         assert grouped.offsets.tolist() == [0] * (a2a.num_local_experts + 1)
         groups.scatter(torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device))
         a2a.combine()
@@ -138,7 +138,7 @@ def test_a_broken_group_writes_nothing(group):
         failed = Header.failed.offset
         header[failed] = 4
         grouped: Grouped = groups.gather(received)
-        settle(group.device)
+        synchronize(group.device)
         assert not bool(grouped.counts.any())
         assert not bool(grouped.x.any())
         header[failed] = 0

@@ -9,7 +9,7 @@ import torch
 import weft
 from tests.groups import VARIANTS, empty_round, fill, host, make, random_ids
 from tests.kinds import ANY, CPU, CUDA, on_ranks
-from tests.rounds import Round, bits, settle
+from tests.rounds import Round, bits, synchronize
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.operator import ExpertGroups
 
@@ -23,7 +23,7 @@ def test_whole_rounds(group):
         groups = ExpertGroups(a2a, align=8)
         for seed in range(6):
             now = case.next(seed=seed, tokens=case.tokens[seed % 3 :] + case.tokens[: seed % 3])
-            x, ids, _, add = now.of(group.rank, group.device)
+            x, ids, _, add = now.inputs_of(group.rank, group.device)
             received = a2a.dispatch(x, ids)
             a2a.output().fill_(float("nan"))
             groups.scatter(groups.gather(received).x)
@@ -32,7 +32,7 @@ def test_whole_rounds(group):
                 x, ids, None, a2a.placement, ranks=group.size, add=add
             )
             assert torch.equal(bits(out), bits(expected))
-            settle(group.device)
+            synchronize(group.device)
             a2a.check()
 
 
@@ -43,7 +43,7 @@ def test_whole_rounds(group):
 def test_rows_feed_a_grouped_gemm(group):
     case = Round(tokens=(16, 9), experts=8)
     with weft.AllToAll(group, max_tokens=16, top_k=4, num_experts=8, hidden=64) as a2a:
-        x, ids, weights, _ = case.of(group.rank, group.device)
+        x, ids, weights, _ = case.inputs_of(group.rank, group.device)
         matrix = torch.randn((8, 64, 64), generator=torch.Generator().manual_seed(1)) / 8
         matrix = matrix.to(group.device, torch.bfloat16)
         groups = ExpertGroups(a2a, align=16)

@@ -13,8 +13,15 @@ from tests.faults import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
 from tests.groups import random_ids
 from tests.kinds import ANY, on_ranks
 from tests.patience import hurry
-from tests.rounds import Round, bits, combining, settle
-from tests.sending import make, results, round_trip, scattered, sent, stored_at_owners
+from tests.rounds import Round, bits, combine_options, synchronize
+from tests.sending import (
+    make,
+    results,
+    return_by_scatter,
+    return_by_send,
+    return_by_store,
+    round_trip,
+)
 from weft.errors import InvalidArgument, OutOfOrder, PeerTimeout, TokenOverflow
 from weft.grouping.operator import ExpertGroups
 
@@ -47,26 +54,26 @@ def same_bits(
     options: dict[str, object],
 ) -> None:
     """Compare rounds of one shape that are sent with those of another all-to-all that scatters."""
-    returns = {"sent": sent}
+    returns = {"sent": return_by_send}
     if way == "choices" and group.device.type == "cpu":
-        returns["stored"] = stored_at_owners
+        returns["stored"] = return_by_store
     beside = "fp8" if way == "fp8" else "pull"
     with (
-        make(group, rounds[0], **combining(way), **options) as a2a,
-        make(group, rounds[0], **combining(beside), **options) as plain,
+        make(group, rounds[0], **combine_options(way), **options) as a2a,
+        make(group, rounds[0], **combine_options(beside), **options) as plain,
     ):
         for layout in layouts:
             option = GROUPS[layout]
             groups, others = ExpertGroups(a2a, **option), ExpertGroups(plain, **option)  # type: ignore[arg-type]
             for seed, case in enumerate(rounds):
                 now = case.next(seed=seed, tokens=case.tokens[seed:] + case.tokens[:seed])
-                expected = round_trip(plain, others, now, scattered)
+                expected = round_trip(plain, others, now, return_by_scatter)
                 for name, give_back in returns.items():
                     got = round_trip(a2a, groups, now, give_back)
                     assert torch.equal(bits(got), bits(expected)), (now, layout, name)
             groups.close()
             others.close()
-            settle(group.device)
+            synchronize(group.device)
             same_refusals(a2a, plain)
 
 
@@ -104,10 +111,10 @@ def test_rows_of_any_length(group):
     """Rows need not be a multiple of a warp's width."""
     case = Round(tokens=(9, 16), hidden=264)
     with make(group, case, combine="pull") as plain:
-        expected = round_trip(plain, ExpertGroups(plain), case, scattered)
+        expected = round_trip(plain, ExpertGroups(plain), case, return_by_scatter)
     for way in ("push", "choices"):
-        with make(group, case, **combining(way)) as a2a:
-            got = round_trip(a2a, ExpertGroups(a2a), case, sent)
+        with make(group, case, **combine_options(way)) as a2a:
+            got = round_trip(a2a, ExpertGroups(a2a), case, return_by_send)
             assert torch.equal(bits(got), bits(expected))
 
 
@@ -116,8 +123,8 @@ def test_a_send_is_in_the_timeline(group):
     """A send appears as the first half of a combine."""
     case = Round(tokens=(4, 9), hidden=512)
     with make(group, case, combine="push", profile=True) as a2a:
-        round_trip(a2a, ExpertGroups(a2a), case, sent)
-        settle(group.device)
+        round_trip(a2a, ExpertGroups(a2a), case, return_by_send)
+        synchronize(group.device)
         (span,) = (s for s in a2a.timeline() if s.phase == "combine")
         assert span.start_ns <= span.sent_ns <= span.published_ns <= span.end_ns
 
@@ -125,7 +132,7 @@ def test_a_send_is_in_the_timeline(group):
 @on_ranks(2)
 def test_invalid_input_is_refused_on_the_host(group):
     case = Round(tokens=(4, 4), hidden=512)
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     for options, words in (
         ({"combine": "pull"}, "combine='push' or 'gemm_push'"),
         ({"combine": "push", "split_phase": False}, "split_phase=True"),
@@ -179,11 +186,11 @@ def test_late_and_absent_sums(group):
     options = {"combine": "push", "_defines": ("WEFT_FAULTS=1",)}
     with make(group, case, **options) as a2a:
         groups = ExpertGroups(a2a)
-        expected = round_trip(a2a, groups, case, scattered)
+        expected = round_trip(a2a, groups, case, return_by_scatter)
         if group.rank == 1:
             plan_fault(a2a, COMBINE_ENTER, JITTER, argument=400_000)
         for _ in range(8):
-            assert torch.equal(bits(round_trip(a2a, groups, case, sent)), bits(expected))
+            assert torch.equal(bits(round_trip(a2a, groups, case, return_by_send)), bits(expected))
         hurry(a2a, 2.0)
         if group.rank == 1:
             plan_fault(a2a, COMBINE_ENTER, STAY_AWAY)
@@ -196,14 +203,14 @@ def test_late_and_absent_sums(group):
 
 
 def finished(a2a: weft.AllToAll, groups: ExpertGroups, case: Round) -> None:
-    round_trip(a2a, groups, case, sent)
-    settle(a2a.group.device)
+    round_trip(a2a, groups, case, return_by_send)
+    synchronize(a2a.group.device)
     a2a.check()
 
 
 def received_and_checked(a2a: weft.AllToAll) -> None:
     a2a.combine_recv()
-    settle(a2a.group.device)
+    synchronize(a2a.group.device)
     a2a.check()
 
 
@@ -211,11 +218,11 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
     """Invalid counts and ids of a peer reach no memory except the inboxes' own slots."""
     case = Round(tokens=(16, 9), hidden=256, top_k=3, experts=10)
     with (
-        make(group, case, **combining(way)) as a2a,
+        make(group, case, **combine_options(way)) as a2a,
         make(group, case, combine_dtype="fp8" if way == "fp8" else None) as plain,
     ):
         groups, others = ExpertGroups(a2a, align=4), ExpertGroups(plain, align=4)
-        x, ids, weights, _ = case.of(group.rank, group.device)
+        x, ids, weights, _ = case.inputs_of(group.rank, group.device)
         size, shape = a2a.heap.size, a2a.config.shape
         heap = a2a.heap.tensor((size,), torch.uint8)
         begin = a2a.config.offsets.returned
@@ -223,19 +230,19 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
         behind = slice(end, size)
         for seed, lie in enumerate(lies):
             received = a2a.dispatch(x, ids, weights)
-            settle(group.device)
+            synchronize(group.device)
             group.barrier()  # all have dispatched: nobody stores behind the inbox now
             kept = heap[behind].clone()
             received.counts.fill_(lie)
             wild = random_ids(received.ids.shape, a2a.num_local_experts, seed, 0.1, 0.5)
             received.ids.copy_(wild)
             grouped = groups.gather(received)
-            settle(group.device)
+            synchronize(group.device)
             if way == "choices":
                 assert grouped.dst_addr is not None
                 assert torch.equal(grouped.dst_addr != 0, grouped.slot >= 0)
             groups.send(results(groups, grouped, seed, a2a.dtype))
-            settle(group.device)
+            synchronize(group.device)
             group.barrier()
             assert torch.equal(heap[behind], kept)
             if way == "fp8":  # whose owners wait for each row that they are owed: it ends the group
@@ -244,10 +251,10 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
                     received_and_checked(a2a)
                 return
             a2a.combine_recv()
-        settle(group.device)
+        synchronize(group.device)
         group.barrier()
-        expected = round_trip(plain, others, case, scattered)
-        assert torch.equal(bits(round_trip(a2a, groups, case, sent)), bits(expected))
+        expected = round_trip(plain, others, case, return_by_scatter)
+        assert torch.equal(bits(round_trip(a2a, groups, case, return_by_send)), bits(expected))
 
 
 @pytest.mark.parametrize("kind", ANY)

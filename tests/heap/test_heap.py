@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.baseline import die, raised, reserved, shares_mapped, state
+from tests.baseline import call_outcome, die, inaccessible_mappings, resource_counts, shares_mapped
 from tests.headers import HEADER_BYTES
 from tests.ranks import on_ranks
 from weft.cuda import memory as cuda
@@ -234,21 +234,21 @@ def create_and_close(group):
 def test_creating_and_closing_releases_everything(group):
     for _ in range(3):  # what is imported, mapped and cached at first use
         create_and_close(group)
-    before = state()
+    before = resource_counts()
     for _ in range(20):
         assert create_and_close(group) == 3
     dropped = Heap.create(group, 10_000)
     del dropped
-    now = state()
+    now = resource_counts()
     assert now[:2] <= before[:2]
     # The allocator maps a page of its own now and then; a share that stays would be twenty.
     assert now[2] - before[2] < 10
 
 
 def test_threads_release_everything():
-    before = state()[:2]
+    before = resource_counts()[:2]
     launch(create_and_close, ranks=3, device="threads")
-    assert state()[:2] == before
+    assert resource_counts()[:2] == before
 
 
 @on_ranks(2, "threads", "cpu")
@@ -350,15 +350,18 @@ def disturb(group, where, what, over):
 
 
 def fail_in(group, victim, where, what, over):
-    before = state()[:2], reserved()  # the allocator may map pages of its own
+    before = (
+        resource_counts()[:2],
+        inaccessible_mappings(),
+    )  # the allocator may map pages of its own
     if group.rank == victim:
         disturb(group, where, what, over)
     if what == "stall":
         group.barrier()
         group.timeout = 1.0
     how = "of 3: OSError: [Errno 28] no space left" if what == "fail" else "(pid "
-    kind, text, seconds = raised(Heap.create, group, 5000)
-    assert (state()[:2], reserved()) == before
+    kind, text, seconds = call_outcome(Heap.create, group, 5000)
+    assert (resource_counts()[:2], inaccessible_mappings()) == before
     assert kind == "CreationFailed"
     assert f"rank {victim} {how}" in text
     assert seconds < 100.0

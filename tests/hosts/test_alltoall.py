@@ -107,7 +107,7 @@ def test_rows_by_expert_are_combined(group: weft.Group, combine: str) -> None:
     with case.open(group, TOKENS, combine=combine, split_phase=True) as a2a:
         groups = weft.ExpertGroups(a2a)
         for seed in range(2):
-            x, ids, weights, add = case.next(seed=seed).of(group.rank, group.device)
+            x, ids, weights, add = case.next(seed=seed).inputs_of(group.rank, group.device)
             rows = groups.gather(a2a.dispatch(x, ids, weights))
             groups.send(rows.x.clone())
             out = a2a.combine_recv(add=add)
@@ -173,7 +173,7 @@ def test_invalid_data_of_another_host_is_attributed_to_it(group: weft.Group) -> 
                 else:
                     slots.counts[own, 0] = wrong
 
-            x, ids, weights, _ = case.next(seed=seed).of(group.rank, group.device)
+            x, ids, weights, _ = case.next(seed=seed).inputs_of(group.rank, group.device)
             with lying(a2a, tell) if group.rank == 2 else contextlib.nullcontext():
                 received = a2a.dispatch(x, ids, weights)
             assert 0 <= received.counts.min() <= received.counts.max() <= 3
@@ -201,7 +201,7 @@ def late(group: weft.Group) -> str:
         if group.rank == 0:
             time.sleep(6.0)
             return "slept"
-        x, ids, weights, _ = case.of(group.rank, group.device)
+        x, ids, weights, _ = case.inputs_of(group.rank, group.device)
         with pytest.raises(GroupError) as raised:
             a2a.combine(reference.identity_experts(a2a.dispatch(x, ids, weights), x.dtype))
         return f"{type(raised.value).__name__}: {raised.value}"
@@ -226,7 +226,7 @@ def test_several_hosts_refuse_what_one_host_refuses(group: weft.Group) -> None:
     options = {"expert_map": list(range(16))} if group.rank == 3 else {}
     with pytest.raises(CreationFailed, match=r"failed on rank 3 of 4: InvalidArgument: expert_map"):
         case.open(group, TOKENS, **options)
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     a2a = case.open(group, TOKENS)
     with pytest.raises(TokenOverflow, match="built for max_tokens=8"):
         a2a.dispatch(x.repeat(5, 1), ids.repeat(5, 1))
@@ -245,7 +245,7 @@ def test_several_hosts_refuse_what_one_host_refuses(group: weft.Group) -> None:
 def as_one_host(group: weft.Group) -> bytes:
     """Return the sums of one host's ranks, for comparison."""
     case = Round(tokens=(5, 3, 8, 2), dtype=torch.float32, seed=5)
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     with case.open(group, TOKENS) as a2a:
         received = a2a.dispatch(x, ids, weights)
         out = a2a.combine(reference.identity_experts(received, torch.float32))
@@ -269,7 +269,7 @@ def test_hosts_of_unequal_size_are_refused(group: weft.Group) -> None:
 def test_a_compiled_round_crosses_hosts(group: weft.Group) -> None:
     """A compiled round has the bits of an eager one."""
     case = Round(tokens=(5, 3))
-    x, ids, weights, add = case.of(group.rank, group.device)
+    x, ids, weights, add = case.inputs_of(group.rank, group.device)
     with case.open(group, TOKENS) as a2a:
 
         def call(x: torch.Tensor) -> torch.Tensor:

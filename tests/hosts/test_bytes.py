@@ -29,7 +29,7 @@ def made(config: MoEConfig, experts: tuple[int, ...]) -> ExpertWeights:
 
 def rounds(group: weft.Group, _folder: Path, count: int, quantize: str | None) -> tuple[int, int]:
     """Run rounds; return the expected bytes that a rank sends to each other host per round."""
-    x, ids, weights, _ = CASE.of(group.rank, group.device)
+    x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
     sizes = {"max_tokens": TOKENS, "top_k": CASE.top_k, "num_experts": CASE.experts}
     if quantize == "low latency":
         with weft.LowLatencyAllToAll(group, hidden=HIDDEN, **sizes) as low:  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ def test_an_operator_is_made_on_all_hosts_or_on_none(group: weft.Group) -> None:
 def other_rows(group: weft.Group) -> str:
     """One host's ranks make their first call with other rows than the other host's."""
     case = Round(tokens=(2, 2))
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     with weft.AllToAll(group, timeout=9.0, first_timeout=1.0, **case.sizes(8)) as a2a:
         with pytest.raises(RailFailed) as caught:
             a2a.dispatch(x, ids, weights, rows=4 + group.host)
@@ -98,7 +98,7 @@ def test_only_the_stalled_rank_is_named(group, size, hosts, culprit, before):
     case = Round(tokens=(2,) * size)
 
     def slow_round(a2a: weft.AllToAll, before: str) -> None:
-        x, ids, weights, _ = case.of(a2a.rank, torch.device("cpu"))
+        x, ids, weights, _ = case.inputs_of(a2a.rank, torch.device("cpu"))
         time.sleep(4.0 if before == "dispatch" else 0.0)
         received = a2a.dispatch(x, ids, weights)
         time.sleep(4.0 if before == "combine" else 0.0)

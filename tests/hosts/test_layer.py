@@ -10,7 +10,7 @@ import torch
 
 import weft
 from tests.hosts.spanning import across, campaign
-from tests.moe.layers import CONFIGS, Case, bound
+from tests.moe.layers import CONFIGS, Case, tolerance_of
 from weft.errors import InvalidArgument
 from weft.moe import balance
 
@@ -30,19 +30,19 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_layers_match_the_reference(group: weft.Group) -> None:
     for name, (config, options) in LAYERS.items():
         case = Case(CONFIGS[config], tokens=(5, 0, 8, 2))
-        x, logits = case.of(group.rank, group.device)
+        x, logits = case.inputs_of(group.rank, group.device)
         with case.open(group, max_tokens=20, **options) as layer:
             out = layer(x, logits)
             again = layer(x, logits, rows=8)  # of 20 slots for each host
             layer(x[:0], logits[:0], rows=0)
             assert torch.equal(out, again), name
-            expected = case.wanted(layer, x, logits, quantize=options.get("quantize"))
+            expected = case.expected(layer, x, logits, quantize=options.get("quantize"))
             layer.check()
         off = float((out.float() - expected).abs().max()) if len(x) else 0.0
         # One more rounding, of each host's sum; FP8 sums are rounded to an eighth of 2^-3.
         coarse = 2.0**-3 if options.get("combine_dtype") else 0.0
         most = float(expected.abs().max()) if len(x) else 1.0
-        assert off <= 1.5 * bound(case.config, expected) + coarse * most, name
+        assert off <= 1.5 * tolerance_of(case.config, expected) + coarse * most, name
 
 
 @across(2, 2)

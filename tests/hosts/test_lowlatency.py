@@ -12,8 +12,8 @@ import torch
 import weft
 from tests.emulator.operators import EmulatedLow, compile_low
 from tests.hosts.spanning import across, campaign, lying, on_hosts
-from tests.lowlatency_rounds import Mode, expert_results, play, wanted_out
-from tests.rounds import Round, bits, settle
+from tests.lowlatency_rounds import Mode, expected_out, expert_results, play
+from tests.rounds import Round, bits, synchronize
 from weft.errors import BadExpertId, InvalidArgument
 from weft.hosts.buffers import RailViews
 from weft.lowlatency.config import LowLatencyConfig
@@ -37,13 +37,13 @@ def rounds(group: weft.Group, tokens: tuple[int, ...]) -> None:
             for seed in range(2):
                 each = case.next(seed=10 * number + seed)
                 play(low, mode, each, poison=False, split_phase=name == "halves")
-            ins = [case.turned(seed).of(group.rank, group.device) for seed in (98, 99)]
+            ins = [case.turned(seed).inputs_of(group.rank, group.device) for seed in (98, 99)]
             alive = [low.dispatch(*each[:3]) for each in ins]
             for inputs, rows in zip(ins, alive, strict=True):
                 _, ids, weights, add = inputs
                 out = low.combine(expert_results(low, rows), ids, weights, rows.handle, add=add)
-                settle(group.device)
-                assert torch.equal(bits(out), bits(wanted_out(low, mode, case, inputs)))
+                synchronize(group.device)
+                assert torch.equal(bits(out), bits(expected_out(low, mode, case, inputs)))
             low.check()
 
 
@@ -59,7 +59,7 @@ SMALL = Round(tokens=(2, 2, 2, 2), top_k=2, experts=4, hidden=128)
 @across(2)
 def test_bad_weights_and_ids_are_refused(group: weft.Group) -> None:
     """Also ids that rank 3's host would not send."""
-    x, ids, weights, _ = SMALL.of(group.rank, group.device)
+    x, ids, weights, _ = SMALL.inputs_of(group.rank, group.device)
     with weft.LowLatencyAllToAll(group, **SMALL.sizes(2)) as low:
         got = low.dispatch(x, ids)
         y = torch.zeros((*got.x.shape[:2], 128), dtype=torch.bfloat16)

@@ -196,7 +196,7 @@ def test_a_death_is_named_at_once_on_every_machine(group: weft.Group) -> None:
 
 
 def wait_in_dispatch(a2a: weft.AllToAll, case: Round) -> None:
-    x, ids, weights, _ = case.of(a2a.group.rank, a2a.group.device)
+    x, ids, weights, _ = case.inputs_of(a2a.group.rank, a2a.group.device)
     a2a.dispatch(x, ids, weights)
     if a2a.group.device.type == "cuda":
         torch.cuda.synchronize()

@@ -10,7 +10,7 @@ import torch
 
 import weft
 from tests.kinds import ANY, CPU, CUDA, EMULATED, on_ranks
-from tests.lowlatency_rounds import Mode, expert_results, play, wanted_out
+from tests.lowlatency_rounds import Mode, expected_out, expert_results, play
 from tests.rounds import Round, bits
 
 UNEVEN = Round(tokens=(5, 0, 16), hidden=256)
@@ -162,7 +162,7 @@ def test_two_live_results_overlap(group):
     case = Round(tokens=(5, 9, 16), hidden=256)
     with mode.make(group, case, 16) as a2a:
         for seed in range(6):
-            ins = [case.next(seed=2 * seed + i).of(a2a.rank, group.device) for i in (0, 1)]
+            ins = [case.next(seed=2 * seed + i).inputs_of(a2a.rank, group.device) for i in (0, 1)]
             first = a2a.dispatch(*ins[0][:3])
             a2a.dispatch_send(*ins[1][:3])
             _, ids, weights, _ = ins[0]
@@ -172,7 +172,7 @@ def test_two_live_results_overlap(group):
             _, ids, weights, _ = ins[1]
             outs = [a2a.combine_recv(), a2a.combine(y, ids, weights, second.handle)]
             for out, inputs in zip(outs, ins, strict=True):
-                assert torch.equal(bits(out), bits(wanted_out(a2a, mode, case, inputs)))
+                assert torch.equal(bits(out), bits(expected_out(a2a, mode, case, inputs)))
         a2a.check()
 
 
@@ -180,7 +180,7 @@ def test_two_live_results_overlap(group):
 def test_results_may_be_dropped_and_combined_again(group):
     """Of four results two are never combined, and each of the others three times."""
     case = Round(tokens=(5, 1), hidden=256, experts=9)
-    x, ids, weights, _ = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     with Mode(more={"split_phase": True, "_allow_handle_reuse": True}).make(group, case, 8) as a2a:
         results = [a2a.dispatch(x, ids, weights) for _ in range(4)]
         for factor in (1.0, 2.0, 3.0):

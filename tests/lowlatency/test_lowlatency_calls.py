@@ -11,7 +11,7 @@ import torch
 import weft
 from tests.kinds import ANY, THREADS, on_ranks
 from tests.lowlatency_rounds import Mode, expert_results
-from tests.rounds import Round, settle
+from tests.rounds import Round, synchronize
 from weft.errors import (
     GeometryMismatch,
     InvalidArgument,
@@ -28,7 +28,7 @@ def make(group: weft.Group, **options: object) -> LowLatencyAllToAll:
 
 
 def inputs(group: weft.Group, tokens: int = 3) -> tuple[torch.Tensor, ...]:
-    return Round((tokens,) * group.size, hidden=128).of(group.rank, group.device)
+    return Round((tokens,) * group.size, hidden=128).inputs_of(group.rank, group.device)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def crossed(group: weft.Group, split_phase: bool) -> str:
                 a2a.combine_send(y, ids, weights, got.handle)[1]()
             else:
                 a2a.combine(y, ids, weights, got.handle)
-            settle(group.device)
+            synchronize(group.device)
             a2a.check()
         except GeometryMismatch as error:
             return str(error)
@@ -205,7 +205,7 @@ def test_ranks_need_not_have_counted_the_same_dispatches(group):
         a2a._number -= group.rank
         got = a2a.dispatch(x, ids, weights)
         again = a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
-        settle(group.device)
+        synchronize(group.device)
         a2a.check()
         assert torch.equal(again, expected)
 
@@ -215,7 +215,7 @@ def results_of_modes(group: weft.Group) -> list[list[int]]:
     for mode in (Mode(), Mode(scale="fp32_col"), Mode(scale="ue8m0")):
         case = Round((5,) * group.size, hidden=256)
         with mode.make(group, case, 5) as a2a:
-            x, ids, weights, _ = case.of(group.rank, group.device)
+            x, ids, weights, _ = case.inputs_of(group.rank, group.device)
             got = a2a.dispatch(x, ids, weights)
             assert got.scales is not None
             strides.append(list(got.scales.stride()))

@@ -16,7 +16,7 @@ from tests.faults import (
 from tests.kinds import ANY
 from tests.lowlatency_rounds import Mode
 from tests.patience import hurry
-from tests.rounds import Round, settle
+from tests.rounds import Round, synchronize
 from weft.errors import GroupError
 from weft.lowlatency.operator import LowLatencyAllToAll
 
@@ -24,10 +24,10 @@ CASE = Round(tokens=(8, 3, 8), hidden=128)
 
 
 def one_round(a2a: LowLatencyAllToAll) -> None:
-    x, ids, weights, _ = CASE.of(a2a.rank, a2a.group.device)
+    x, ids, weights, _ = CASE.inputs_of(a2a.rank, a2a.group.device)
     got = a2a.dispatch(x, ids, weights)
     a2a.combine(torch.zeros_like(got.x, dtype=x.dtype), ids, weights, got.handle)
-    settle(a2a.group.device)
+    synchronize(a2a.group.device)
     a2a.check()
 
 

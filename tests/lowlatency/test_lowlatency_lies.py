@@ -13,7 +13,7 @@ import weft
 from tests.headers import HEADER_BYTES
 from tests.kinds import ANY, EMULATED
 from tests.lowlatency_rounds import Mode, store_at_owners
-from tests.rounds import Round, settle
+from tests.rounds import Round, synchronize
 from weft.errors import PeerTimeout
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
@@ -56,7 +56,7 @@ def forge_dispatch(
     words(a2a, layout.tokens, 2)[1] = tag | tokens
     words(a2a, flags, 2)[1] += 1  # dispatch_begun
     words(a2a, flags + 2 * LINE, 2)[1] += 1  # combined
-    settle(a2a.group.device)
+    synchronize(a2a.group.device)
 
 
 def lied_to(group: weft.Group, lie: dict[str, int]) -> None:
@@ -66,7 +66,7 @@ def lied_to(group: weft.Group, lie: dict[str, int]) -> None:
 
 def lied_to_in(group: weft.Group, mode: Mode, lie: dict[str, int]) -> None:
     with mode.make(group, CASE, MOST) as a2a:
-        x, ids, weights, _ = CASE.of(group.rank, group.device)
+        x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
         got = a2a.dispatch(x, ids, weights)
         y = torch.zeros_like(got.x, dtype=x.dtype)
         if got.dst_addr is not None:
@@ -79,7 +79,7 @@ def lied_to_in(group: weft.Group, mode: Mode, lie: dict[str, int]) -> None:
         if group.rank == 0:
             nobody = torch.full_like(ids, -1)
             got = a2a.dispatch(x, nobody, weights)
-            settle(group.device)
+            synchronize(group.device)
             a2a.check()
             check_bounds(a2a, got)
             if "choice" in lie:  # a row that is refused is taken out all the same
@@ -128,7 +128,7 @@ def withheld(group: weft.Group, what: str) -> str:
     """Rank 1 announces rows to rank 0 but withholds one word; return rank 0's error."""
     mode = Mode(more={"timeout": 0.6, "first_timeout": 600.0})
     with mode.make(group, CASE, MOST) as a2a:
-        x, ids, weights, _ = CASE.of(group.rank, group.device)
+        x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
         got = a2a.dispatch(x, ids, weights)
         a2a.combine(torch.zeros_like(got.x, dtype=x.dtype), ids, weights, got.handle)
         group.barrier()
@@ -139,13 +139,13 @@ def withheld(group: weft.Group, what: str) -> str:
                 rows_out(a2a)[-1:] = -1
             else:
                 words(a2a, layout.choices, shape.rows * shape.top_k)[-2:-1] = -1
-            settle(group.device)
+            synchronize(group.device)
         group.barrier()
         reported = ""
         if group.rank == 0:
             try:
                 a2a.dispatch(x, torch.full_like(ids, -1), weights)
-                settle(group.device)
+                synchronize(group.device)
                 a2a.check()
             except PeerTimeout as error:
                 reported = str(error)

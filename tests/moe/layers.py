@@ -92,7 +92,7 @@ class Case:
         generator = torch.Generator().manual_seed(5)
         return (torch.randn(EXPERTS, generator=generator) * 0.2).to(device)
 
-    def of(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs_of(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """x and logits of a rank."""
         generator = torch.Generator().manual_seed(self.seed * 1009 + rank)
         x = torch.randn(self.tokens[rank], self.config.hidden, generator=generator).to(
@@ -129,7 +129,7 @@ class Case:
             **options,
         )
 
-    def wanted(
+    def expected(
         self,
         layer: weft.MoE,
         x: torch.Tensor,
@@ -177,25 +177,25 @@ class Case:
             placement=exchange.placement if by_rank else None,
         )
 
-    def hold(self, found: torch.Tensor, wanted: torch.Tensor, slack: float = 1.0) -> None:
-        """Compare a result with that of `wanted`."""
-        limit = slack * bound(self.config, wanted)
+    def check(self, found: torch.Tensor, wanted: torch.Tensor, slack: float = 1.0) -> None:
+        """Compare a result with that of `expected`."""
+        limit = slack * tolerance_of(self.config, wanted)
         torch.testing.assert_close(found.float(), wanted, rtol=0, atol=limit)
 
 
 def dequantized(weights: ExpertWeights, name: str) -> torch.Tensor:
     """Return "gate_up" or "down" of FP8 or MXFP4 weights as float32."""
-    return widened(getattr(weights, name), getattr(weights, f"{name}_scale"))
+    return dequantize_blocks(getattr(weights, name), getattr(weights, f"{name}_scale"))
 
 
-def widened(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize_blocks(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return float32 values, multiplied by their blocks' scales."""
     if q.dtype == MXFP4:
         return unpack_mxfp4(q, scales)
     return q.float() * scales.repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)
 
 
-def bound(config: MoEConfig, wanted: torch.Tensor) -> float:
+def tolerance_of(config: MoEConfig, wanted: torch.Tensor) -> float:
     """Return the tolerance of a layer against the reference, which rounds only wire data.
 
     Roundings on the way, each half a unit of its value: the product, the gating's steps, the second

@@ -171,12 +171,12 @@ class Step:
 def against_reference(layers: Layers) -> None:
     """Compare the layer without overlap with the reference; others must equal its bits."""
     case, group = layers.case, layers.group
-    x, logits = case.of(group.rank, group.device)
+    x, logits = case.inputs_of(group.rank, group.device)
     layers.call(layers.plain, True, x, logits, out=(out := torch.full_like(x, float("nan"))))
     settle(group)
-    expected = case.wanted(layers.plain, x, logits, fp8=layers.fp8)
+    expected = case.expected(layers.plain, x, logits, fp8=layers.fp8)
     slack = max(3.0 if layers.fp8 else 1.0, 16 / 5 if layers.fp8_home else 1.0)
-    case.hold(out, expected, slack)
+    case.check(out, expected, slack)
 
 
 def captured(step: Step) -> Callable[[], None]:

@@ -31,8 +31,8 @@ from tests.hostile import (
     Kind,
     Row,
     Stranger,
-    listed,
-    public,
+    kind_of_values,
+    public_parameters,
 )
 from tests.test_arguments import MAP, SMS, pytestmark, tried
 from weft import MoEConfig
@@ -67,14 +67,14 @@ PLAIN = Kind(lambda good: [good.tolist(), good.float().numpy(), "a", True, good.
 BY_ANNOTATION = {
     **{"bool": FLAG, "int": COUNT, "float": POSITIVE, "str": WORD, "Score": WORD, "Weigh": WORD},
     **{"torch.Tensor": TENSOR, "torch.dtype": ANY_DTYPE, "Out": TENSOR.optional()},
-    "torch.device | str": listed("somewhere", 7, True, [], torch.zeros(2)).optional(),
+    "torch.device | str": kind_of_values("somewhere", 7, True, [], torch.zeros(2)).optional(),
 }
 
 
 def kinds_of(call: Callable[..., Any], **special: Kind) -> dict[str, Kind]:
     """Return the kind of each public parameter: `special`, else by annotation, else an object."""
     parameters, kinds = inspect.signature(call).parameters, {}
-    for name in public(call):
+    for name in public_parameters(call):
         annotation = str(parameters[name].annotation)
         kind = BY_ANNOTATION.get(annotation.removesuffix(" | None"), THING)
         kinds[name] = special.get(name, kind.optional() if " | None" in annotation else kind)
@@ -88,19 +88,19 @@ def row(call: Callable[..., Any], good: Mapping[str, Any], **special: Kind) -> R
 
 def from_1(*more: Any) -> Kind:
     """Return the kind of integers from 1, plus `more` hostile values."""
-    return listed(*WHOLE, 0, -1, *more)
+    return kind_of_values(*WHOLE, 0, -1, *more)
 
 
 def from_0(*more: Any) -> Kind:
     """Return the kind of integers from 0, plus `more` hostile values."""
-    return listed(*WHOLE, -1, *more)
+    return kind_of_values(*WHOLE, -1, *more)
 
 
 def configs() -> list[Row]:
     both = {"beta": 4.0, "linear_beta": 25.0}
     routing = {"num_experts": 4, "top_k": 2, "groups": 2}
     few = {name: from_1(3) for name in ("groups", "top_groups", "group_best")}
-    hf = listed(7, b"x", True, [], "/nowhere", Stranger())
+    hf = kind_of_values(7, b"x", True, [], "/nowhere", Stranger())
     return [
         row(Routing, routing, num_experts=from_1(1 << 17), top_k=from_1(5), **few),
         row(MoEConfig, {"hidden": 128, "intermediate": 64, "routing": RULE}, shared=AMOUNT),
@@ -120,11 +120,11 @@ def sizes() -> list[Row]:
     """Yield rows of functions of numbers."""
     placement, ranks = weft.Placement.blocks(4, 2), from_1(73)
     amounts = ("prefill_tokens", "speculative_tokens", "graph_batch_size")
-    device = listed("meta", 7, True, [], "gpu", torch.zeros(2))
+    device = kind_of_values("meta", 7, True, [], "gpu", torch.zeros(2))
     odd = [7, "x", b"x", {}, [True], ["1"], [-1.0], [NAN], [[1.0]], [], Stranger()]
     odd += [torch.ones(2, 2), torch.ones(2, dtype=torch.bool), torch.ones(2, device="meta")]
-    loads = listed(*odd, torch.ones(2, dtype=torch.complex64))
-    logical = listed(7, "x", [0.5], [-1], [True], [1 << 16], [], [0, 2], Stranger())
+    loads = kind_of_values(*odd, torch.ones(2, dtype=torch.complex64))
+    logical = kind_of_values(7, "x", [0.5], [-1], [True], [1 << 16], [], [0, 2], Stranger())
     placed, living = balance([3, 1], 2, 2), from_1(4).optional()
     return [
         row(
@@ -147,7 +147,10 @@ def sizes() -> list[Row]:
         ),
         # None is torch's world, which is not there; the device is looked at behind it.
         row(
-            Group.from_torch, {}, process_group=listed("x", 7, True, []).optional(), timeout=SECONDS
+            Group.from_torch,
+            {},
+            process_group=kind_of_values("x", 7, True, []).optional(),
+            timeout=SECONDS,
         ),
         row(balance, {"loads": [3.0, 1.0], "ranks": 2}, loads=loads, ranks=ranks, replicas=AMOUNT),
         row(Replicas, {"logical": (0, 1), "ranks": 2}, logical=logical, ranks=ranks),
@@ -204,20 +207,26 @@ def experts() -> list[Row]:
     biases = {name: torch.zeros(128, dtype=BF16) for name in ("gate_up_bias", "down_bias")}
     plain = {"gate_up": whole.gate_up.data, "down": whole.down.data, **biases}
     folder = {"folder": "/nowhere", "layer": 3, "experts": [0], "config": CONFIG}
-    local = listed(7, "x", [EXPERTS], [-1], [0.5], [True], torch.zeros(2))
+    local = kind_of_values(7, "x", [EXPERTS], [-1], [0.5], [True], torch.zeros(2))
     return [
         row(Expert, plain, gate_up=PLAIN, down=PLAIN, **dict.fromkeys(biases, PLAIN.optional())),
-        row(Expert.seeded, {"config": CONFIG, "seed": 1}, seed=listed(*WHOLE)),
+        row(Expert.seeded, {"config": CONFIG, "seed": 1}, seed=kind_of_values(*WHOLE)),
         row(
             ExpertWeights.stack,
             {"config": CONFIG, "experts": [whole]},
-            experts=listed(7, "x", whole, [None], ["x"]),
+            experts=kind_of_values(7, "x", whole, [None], ["x"]),
         ),
         row(
             ExpertWeights.from_safetensors,
             folder,
-            **{"folder": listed(7, b"x", True, [], "/nowhere", Stranger()), "layer": AMOUNT},
-            **{"experts": local, "prefix": listed(7, b"x", True, [], Stranger()).optional()},
+            **{
+                "folder": kind_of_values(7, b"x", True, [], "/nowhere", Stranger()),
+                "layer": AMOUNT,
+            },
+            **{
+                "experts": local,
+                "prefix": kind_of_values(7, b"x", True, [], Stranger()).optional(),
+            },
         ),
         row(
             ExpertWeights.stack(CONFIG, [whole]).check,
@@ -231,8 +240,8 @@ def experts() -> list[Row]:
         row(
             Gating().apply,
             {"gate_up": torch.randn((TOKENS, 8))},
-            gate_up=listed([1.0], "a", True, 7, torch.zeros(2).numpy()),
-            out=listed([1.0], "a", True, 7).optional(),
+            gate_up=kind_of_values([1.0], "a", True, 7, torch.zeros(2).numpy()),
+            out=kind_of_values([1.0], "a", True, 7).optional(),
         ),
     ]
 
@@ -257,12 +266,12 @@ def pushed(
 def grouped_gemms() -> list[Row]:
     """Yield rows of the grouped GEMM and its plans."""
     results = {"bias": torch.zeros((2, 128)), "out": torch.zeros((8, 128), dtype=BF16)}
-    scales = listed(torch.ones((8, 1)), [1.0], "a", True).optional()
+    scales = kind_of_values(torch.ones((8, 1)), [1.0], "a", True).optional()
     sized = {"experts": 2, "rows_per_expert": 8, "n": 256, "k": 128, "dtype": BF16}
     planned = {"experts": AMOUNT, "rows_per_expert": AMOUNT}
-    planned["dtype"] = listed("bfloat16", 7, True, torch.float64, [])
-    tile = {"block_m": listed(*WHOLE, 0, 48), "block_n": listed(*WHOLE, 0, 64)}
-    tile |= {"block_k": listed(*WHOLE, 0, 96), "warps": listed(*WHOLE, 0, 5)}
+    planned["dtype"] = kind_of_values("bfloat16", 7, True, torch.float64, [])
+    tile = {"block_m": kind_of_values(*WHOLE, 0, 48), "block_n": kind_of_values(*WHOLE, 0, 64)}
+    tile |= {"block_k": kind_of_values(*WHOLE, 0, 96), "warps": kind_of_values(*WHOLE, 0, 5)}
     flag = torch.zeros(1, dtype=torch.int32)
     four_bits = {
         "values": torch.ones((1, 128, 32), dtype=torch.uint8),
@@ -288,7 +297,7 @@ def grouped_gemms() -> list[Row]:
         row(
             pushed,
             {"dst_addr": torch.zeros(8, dtype=torch.int64)},
-            dtype=listed("bfloat16", 7, True, torch.int8, []).optional(),
+            dtype=kind_of_values("bfloat16", 7, True, torch.int8, []).optional(),
             abort_flag=Kind(lambda _: TENSOR.values(flag), none=True),
         ),
     ]
@@ -351,7 +360,7 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
                 {"topk_ids": ids, "topk_weights": weights},
                 num_tokens=Kind(lambda _: TENSOR.values(count), none=True),
                 replicas=Kind(lambda _: TENSOR.values(ids), none=True),
-                **{"padding_id": listed(*WHOLE), "rank": AMOUNT},
+                **{"padding_id": kind_of_values(*WHOLE), "rank": AMOUNT},
             )
         )
         place = balance([1.0] * EXPERTS, 2, replicas=2)

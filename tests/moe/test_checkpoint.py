@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.gemm.cases import decode_mxfp4
-from tests.moe.layers import dequantized, widened
+from tests.moe.layers import dequantize_blocks, dequantized
 from tests.moe.test_mxfp4 import padded_with_zeros
 from weft.errors import InvalidArgument
 from weft.json_files import read_json
@@ -410,7 +410,7 @@ def test_scales_of_every_form(tmp_path, kind):
         assert torch.equal(getattr(plain, name)[0], values.bfloat16())
         result = dequantized(packed, name)[0]
         if form.numbers == "int4" or kind.startswith("fp8 row"):
-            assert torch.equal(result, widened(*quantize_blocks(values.unsqueeze(0)))[0])
+            assert torch.equal(result, dequantize_blocks(*quantize_blocks(values.unsqueeze(0)))[0])
             continue
         top = scales[name].unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).amax(dim=(1, 3))
         assert torch.equal(getattr(packed, f"{name}_scale")[0], top)

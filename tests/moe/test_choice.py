@@ -36,7 +36,7 @@ def test_rows_are_pushed_up_to_a_size(mode, ranks, most):
 
 
 def result(layer: weft.MoE, rank: int) -> torch.Tensor:
-    x, logits = CASE.of(rank, layer.exchange.group.device)
+    x, logits = CASE.inputs_of(rank, layer.exchange.group.device)
     return layer(x, logits).clone()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from tests.moe.layers import CONFIGS, GATINGS, widened
+from tests.moe.layers import CONFIGS, GATINGS, dequantize_blocks
 from weft.errors import InvalidArgument
 from weft.gemm import quantize_rows
 from weft.moe import (
@@ -139,8 +139,8 @@ def fp8_expert(gating: Gating, hidden: int = 384, inner: int = 128) -> Expert:
 
 def wanted(plain: Expert, x: torch.Tensor, clamped: bool) -> torch.Tensor:
     """Return the result with the same roundings to FP8, and otherwise in float32."""
-    gate_up = widened(*quantize_blocks(plain.gate_up[None]))[0]
-    down = widened(*quantize_blocks(plain.down[None]))[0]
+    gate_up = dequantize_blocks(*quantize_blocks(plain.gate_up[None]))[0]
+    down = dequantize_blocks(*quantize_blocks(plain.down[None]))[0]
     rows = weft.reference.dequantize(*weft.reference.quantize(x, "fp8"))
     gate, up = (rows @ gate_up.T).chunk(2, dim=-1)
     gated = (weft.reference.clamped_swiglu if clamped else weft.reference.swiglu)(gate, up)

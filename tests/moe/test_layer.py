@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from tests.moe.layers import CONFIGS, EXPERTS, WIDER, Case, bound, ordinary_bytes
+from tests.moe.layers import CONFIGS, EXPERTS, WIDER, Case, ordinary_bytes, tolerance_of
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
 from weft.moe import MODES, OVERLAPS
@@ -50,12 +50,12 @@ def rounds(
         for seed in range(3):
             turn = seed % len(case.tokens)
             now = case.next(seed=seed, tokens=case.tokens[turn:] + case.tokens[:turn])
-            x, logits = now.of(group.rank, group.device)
+            x, logits = now.inputs_of(group.rank, group.device)
             poison(layer)
             out = torch.full_like(x, float("nan"))
             result = layer(x, logits, out=out)
             assert result is out
-            case.hold(result, now.wanted(layer, x, logits, options.get("quantize"), fp8), slack)
+            case.check(result, now.expected(layer, x, logits, options.get("quantize"), fp8), slack)
             settle(group)
             layer.check()
             results.append(result)
@@ -168,12 +168,14 @@ def any_routing(group: weft.Group, options: dict[str, Any]) -> None:
         for seed in range(20):
             generator = torch.Generator().manual_seed(seed)
             counts = torch.randint(0, 7, (group.size,), generator=generator).tolist()
-            x, logits = case.next(seed=seed, tokens=tuple(counts)).of(group.rank, group.device)
+            x, logits = case.next(seed=seed, tokens=tuple(counts)).inputs_of(
+                group.rank, group.device
+            )
             pick = torch.randint(0, 7, logits.shape, generator=generator)
             logits = numbers[pick].to(group.device)
             logits[:, seed % EXPERTS] = 1.0  # one logit at least is finite
             poison(layer)
-            case.hold(layer(x, logits), case.wanted(layer, x, logits))
+            case.check(layer(x, logits), case.expected(layer, x, logits))
             settle(group)
             layer.check()
 
@@ -196,7 +198,7 @@ def order_of_calls(group: weft.Group, options: dict[str, Any]) -> None:
                 return shared.forward(x)
 
             layer._shared = watched
-            layer(*case.of(group.rank, group.device))
+            layer(*case.inputs_of(group.rank, group.device))
             settle(group)
     assert seen == [False, True, False, True]
 
@@ -210,7 +212,7 @@ def padded_tokens(group: weft.Group, name: str, options: dict[str, Any]) -> None
     """Padding of any content reaches no expert; a NaN logit affects its own token only."""
     case = Case(CONFIGS[name], tokens=(6, 5))
     with case.open(group, **options) as layer:
-        x, logits = case.of(group.rank, group.device)
+        x, logits = case.inputs_of(group.rank, group.device)
         clean, padded = layer(x, logits), logits.clone()
         padded[3:] = float("nan")
         shared = case.shared(group.device)
@@ -219,7 +221,7 @@ def padded_tokens(group: weft.Group, name: str, options: dict[str, Any]) -> None
             num_tokens = torch.tensor([count], dtype=torch.int32, device=group.device)
             poison(layer)
             result = layer(x, padded, num_tokens=num_tokens)
-            case.hold(result[:real], case.wanted(layer, x[:real], logits[:real]))
+            case.check(result[:real], case.expected(layer, x[:real], logits[:real]))
             rest = torch.zeros_like(x) if shared is None else shared(x)
             assert torch.equal(result[real:], rest[real:])
             settle(group)
@@ -233,7 +235,7 @@ def padded_tokens(group: weft.Group, name: str, options: dict[str, Any]) -> None
         settle(group)
         assert bool(broken[2].isnan().all())
         others = [t for t in range(len(x)) if t != 2]
-        case.hold(broken[others], clean[others].float())
+        case.check(broken[others], clean[others].float())
         layer.check()
 
 
@@ -256,12 +258,14 @@ def siblings(group: weft.Group, options: dict[str, Any]) -> None:
         second = first.sibling(weights, shared=shared, correction=correction)
         assert second.exchange is first.exchange
         assert ordinary_bytes(second) == held
-        x, logits = case.of(group.rank, device)
+        x, logits = case.inputs_of(group.rank, device)
         for _ in range(2):
             one, two = first(x, logits), second(x, logits)
-            expected = case.wanted(first, x, logits)
-            case.hold(one, expected)
-            assert float((two.float() - expected).abs().max()) > 10 * bound(case.config, expected)
+            expected = case.expected(first, x, logits)
+            case.check(one, expected)
+            assert float((two.float() - expected).abs().max()) > 10 * tolerance_of(
+                case.config, expected
+            )
         second.close()
         assert torch.equal(bits(first(x, logits)), bits(one))
         settle(group)
@@ -276,7 +280,7 @@ def few_rows(group: weft.Group, room: int, options: dict[str, Any]) -> None:
     """Rows beyond max_rows count as zero and are reported; the next round is complete."""
     case = Case(replace(DEEP, shared=0), tokens=(16, 16))
     with case.open(group, max_rows=room, **options) as layer:
-        x, logits = case.of(group.rank, group.device)
+        x, logits = case.inputs_of(group.rank, group.device)
         hot = torch.full_like(logits, -9.0)
         hot[:, :3] = 9.0 - torch.arange(3.0, device=x.device)  # experts of rank 0
         poison(layer)
@@ -288,7 +292,7 @@ def few_rows(group: weft.Group, room: int, options: dict[str, Any]) -> None:
                 layer.check()
         layer.check()
         one = hot[:1]
-        case.hold(layer(x[:1], one), case.wanted(layer, x[:1], one))
+        case.check(layer(x[:1], one), case.expected(layer, x[:1], one))
         settle(group)
         layer.check()
 
@@ -313,7 +317,7 @@ def by_hand(group: weft.Group, overlap: str) -> None:
         exchange, shared = layer.exchange, case.shared(group.device)
         assert isinstance(exchange, weft.LowLatencyAllToAll)
         assert shared is not None
-        x, logits = case.of(group.rank, group.device)
+        x, logits = case.inputs_of(group.rank, group.device)
         expected, (ids, weights) = layer(x, logits), layer.route(logits)
         rows = exchange.dispatch(x, ids)
         with pytest.raises(OutOfOrder, match="within a round of layer.exchange"):

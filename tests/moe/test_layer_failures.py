@@ -81,10 +81,10 @@ def wrong_parts(group: weft.Group, options: dict[str, Any]) -> None:
         assert "failed on rank 1 of 2" in str(caught.value)
         assert words in str(caught.value)
     with weft.MoE(group, CASE.config, good, max_tokens=6, **own, **options) as layer:
-        layer(*CASE.of(group.rank, device))
+        layer(*CASE.inputs_of(group.rank, device))
         with pytest.raises(CreationFailed, match="loading an MoE layer failed on rank 1"):
             layer.sibling(good, **(own if group.rank == 0 else {}))
-        layer(*CASE.of(group.rank, device))
+        layer(*CASE.inputs_of(group.rank, device))
         settle(group)
 
 
@@ -123,7 +123,7 @@ def called_wrongly(group: weft.Group, name: str, options: dict[str, Any]) -> Non
     """Every refusal comes before anything is sent: the next call is a whole round."""
     case = CASE.next(config=CONFIGS[name])
     with case.open(group, **options) as layer:
-        x, logits = case.of(group.rank, group.device)
+        x, logits = case.inputs_of(group.rank, group.device)
         many = torch.zeros(7, HIDDEN, dtype=x.dtype, device=x.device)
         if isinstance(layer.exchange, weft.AllToAll) and layer.overlap != "gemm_push":
             peers = layer.exchange.output()[0, : len(x)]
@@ -131,7 +131,7 @@ def called_wrongly(group: weft.Group, name: str, options: dict[str, Any]) -> Non
                 layer(x, logits, out=peers)
         with pytest.raises(TokenOverflow, match="takes max_tokens=6: pass rows="):
             layer(many, torch.zeros(7, EXPERTS, device=x.device))
-        case.hold(layer(x, logits), case.wanted(layer, x, logits))
+        case.check(layer(x, logits), case.expected(layer, x, logits))
         settle(group)
         layer.check()
 
@@ -144,7 +144,7 @@ def test_a_refused_call_sends_nothing(ranks, name, mode):
 
 def finished(group: weft.Group, layer: weft.MoE) -> None:
     """Make one call and wait for it, without a peer's help."""
-    layer(*CASE.of(group.rank, group.device))
+    layer(*CASE.inputs_of(group.rank, group.device))
     if group.device.type == "cuda":
         torch.cuda.synchronize()
     layer.check()
@@ -163,7 +163,7 @@ def absent(group: weft.Group, options: dict[str, Any]) -> None:
 def failing_shared(group: weft.Group, options: dict[str, Any]) -> None:
     """Rank 1 cannot finish its round: rank 0 raises long before the deadline."""
     with CASE.open(group, **options, timeout=600.0, first_timeout=600.0) as layer:
-        x, logits = CASE.of(group.rank, group.device)
+        x, logits = CASE.inputs_of(group.rank, group.device)
         layer(x, logits)
         settle(group)
         start = time.monotonic()
@@ -203,7 +203,7 @@ def test_a_peer_that_does_not_finish_is_named(ranks, body, overlap, mode):
 
 def closed(group: weft.Group, options: dict[str, Any]) -> None:
     layer, device = CASE.open(group, **options), group.device
-    x, logits = CASE.of(group.rank, device)
+    x, logits = CASE.inputs_of(group.rank, device)
     ids, _ = layer.route(logits)
     weights, correction = CASE.weights(layer.local_experts, device), CASE.correction(device)
     other = layer.sibling(weights, shared=CASE.shared(device), correction=correction)

@@ -92,7 +92,7 @@ def replayed(group: weft.Group, case: Case, replays: int, **options: Any) -> Non
     """Replay one graph with new tokens, routing and counts."""
     fp8 = bool(options.get("fp8"))
     with case.open(group, **options) as layer:
-        x, logits = case.of(group.rank, group.device)
+        x, logits = case.inputs_of(group.rank, group.device)
         count = torch.tensor([16], dtype=torch.int32, device=group.device)
         out = torch.empty_like(x)
         for _ in range(2):
@@ -102,7 +102,7 @@ def replayed(group: weft.Group, case: Case, replays: int, **options: Any) -> Non
         with torch.cuda.graph(graph):
             layer(x, logits, num_tokens=count, out=out)
         for seed in range(1, replays + 1):
-            fresh = case.next(seed=seed).of(group.rank, group.device)
+            fresh = case.next(seed=seed).inputs_of(group.rank, group.device)
             x.copy_(fresh[0])
             logits.copy_(fresh[1])
             real = (16, 1, 0, 7, 13)[(seed - 1) % 5]
@@ -113,7 +113,7 @@ def replayed(group: weft.Group, case: Case, replays: int, **options: Any) -> Non
             settle(group)
             layer.check()
             if not fp8:
-                case.hold(out[:real], case.wanted(layer, x[:real], logits[:real]))
+                case.check(out[:real], case.expected(layer, x[:real], logits[:real]))
             eager = layer(x, logits, num_tokens=count)
             settle(group)
             assert torch.equal(bits(eager[:real]), bits(out[:real]))

@@ -14,9 +14,9 @@ from tests.baseline import die
 from tests.moe.layers import CONFIGS, EXPERTS, Case
 from tests.moe.test_relocation import hold, open_layer
 from tests.ranks import on_ranks
-from tests.recovery import PATIENCE, Survivors, until_broken
-from tests.rounds import dropped, settle
-from tests.steps import captured
+from tests.recovery import PATIENCE, Survivors, run_until_broken
+from tests.rounds import drop_dead_ids, synchronize
+from tests.steps import capture_body
 from weft.errors import (
     BadExpertId,
     CreationFailed,
@@ -41,7 +41,7 @@ THRICE = balance([1.0] * EXPERTS, RANKS, replicas=2 * EXPERTS)
 
 
 def call(layer: MoE, seed: int) -> None:
-    x, logits = CASE.next(seed=seed).of(layer.exchange.rank, layer.exchange.group.device)
+    x, logits = CASE.next(seed=seed).inputs_of(layer.exchange.rank, layer.exchange.group.device)
     hold(layer, CASE, layer(x, logits), seed)
 
 
@@ -50,7 +50,7 @@ def lose(survivors: Survivors, layer: MoE, rank: int) -> None:
     survivors.barrier()
     if survivors.group.rank == rank:
         die()
-    until_broken(lambda: call(layer, 9))
+    run_until_broken(lambda: call(layer, 9))
     survivors.lose(rank, sealed=[layer.exchange])
 
 
@@ -68,21 +68,21 @@ def test_replicas_take_over(group: weft.Group, way: str) -> None:
         outs: list[torch.Tensor] = []
         table = one._placement.table
         assert table is not None
-        x, logits = (t.clone() for t in case.of(group.rank, group.device))
+        x, logits = (t.clone() for t in case.inputs_of(group.rank, group.device))
 
         def calls() -> None:
             ids, weights = route(case.config.routing, logits)
             outs[:] = [one(x, logits), one(x, topk_ids=ids, topk_weights=weights), other(x, logits)]
 
-        replay = captured(group, calls)
+        replay = capture_body(group, calls)
 
         def right(seed: int) -> None:
             for own, new in zip(
-                (x, logits), case.next(seed=seed).of(group.rank, x.device), strict=True
+                (x, logits), case.next(seed=seed).inputs_of(group.rank, x.device), strict=True
             ):
                 own.copy_(new)
             replay()
-            settle(group.device)
+            synchronize(group.device)
             one.check()  # no id named an expert of a rank that is gone
             for out in outs:
                 hold(one, case, out, seed)
@@ -92,7 +92,7 @@ def test_replicas_take_over(group: weft.Group, way: str) -> None:
             survivors.barrier()
             if group.rank == dies:
                 die()
-            until_broken(lambda: right(9))
+            run_until_broken(lambda: right(9))
             survivors.lose(dies, sealed=[one.exchange] if group.device.type == "cpu" else ())
             ids = table[:, 1:][torch.arange(table.shape[1] - 1, device=x.device) < table[:, :1]]
             each = len(THRICE.logical) // RANKS
@@ -123,9 +123,9 @@ def test_without_replicas_experts_are_lost(group: weft.Group, missing: str, way:
         else:
             lose(survivors, layer, 2)
             for seed in range(4):
-                x, logits = case.next(seed=seed).of(group.rank, device)
+                x, logits = case.next(seed=seed).inputs_of(group.rank, device)
                 ids, weigh = route(case.config.routing, logits)
-                kept = dropped(ids, owners, survivors.ranks)
+                kept = drop_dead_ids(ids, owners, survivors.ranks)
                 inputs = layer(x, topk_ids=kept, topk_weights=weigh)
                 assert torch.equal(layer(x, logits), inputs)
             with pytest.raises(BadExpertId, match="an expert of rank 2, which is gone"):

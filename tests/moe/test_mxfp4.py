@@ -12,7 +12,7 @@ import torch
 import weft
 from tests.moe.layers import CONFIGS, EXPERTS, Case, dequantized
 from tests.moe.test_layer import one_result
-from tests.rounds import settle
+from tests.rounds import synchronize
 from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config
 from weft.gemm import quantize_mxfp4
@@ -69,13 +69,13 @@ def test_a_layer_matches_its_decoded_weights(ranks, kind, mode, name):
 def siblings(group: weft.Group) -> bool:
     """Layers of one workspace may have weights of either kind."""
     case = case_of("softmax", 5, 3)
-    x, logits = case.of(group.rank, group.device)
+    x, logits = case.inputs_of(group.rank, group.device)
     with case.open(group, fp8=True) as layer:
         every = case.weights(layer.local_experts, group.device)
         for other in (case.next(mxfp4=False), case):
             with layer.sibling(other.packed(every)) as sibling:
-                out, expected = sibling(x, logits), other.wanted(layer, x, logits, fp8=True)
-                case.hold(out, expected, slack=3)
+                out, expected = sibling(x, logits), other.expected(layer, x, logits, fp8=True)
+                case.check(out, expected, slack=3)
         assert torch.equal(layer(x, logits), out)
     return True
 
@@ -89,20 +89,20 @@ def relocated(group: weft.Group) -> bool:
     """Values and scales move with their experts; FP8 weights are not copied into them."""
     case = case_of("gpt-oss", 6, 5)
     first, second = (balance(loads, 2, replicas=2) for loads in (LOADS, OTHER))
-    x, logits = case.of(group.rank, group.device)
+    x, logits = case.inputs_of(group.rank, group.device)
     every = case.weights(range(EXPERTS), group.device)
     with case.open(group, fp8=True, replicas=first) as layer:
         assert layer.relocate(second) > 0
         for tensor, whole in zip(layer._weights.tensors, case.packed(every).tensors, strict=True):
             assert torch.equal(tensor, whole[list(second.logical_experts(group.rank))])
-        out, expected = layer(x, logits), case.wanted(layer, x, logits, fp8=True)
-        case.hold(out, expected, slack=4)
+        out, expected = layer(x, logits), case.expected(layer, x, logits, fp8=True)
+        case.check(out, expected, slack=4)
         own = case.weights(first.logical_experts(group.rank), group.device)
         with pytest.raises(InvalidArgument, match=r"weights are torch.float8_e4m3fn, those of the"):
             layer.relocate(first, weights=own.to_fp8())
         layer.relocate(first, weights=own.to_mxfp4())
-        case.hold(layer(x, logits), expected, slack=4)
-        settle(group.device)
+        case.check(layer(x, logits), expected, slack=4)
+        synchronize(group.device)
     return True
 
 

@@ -15,7 +15,7 @@ import torch
 
 import weft
 from tests.moe.layers import CONFIGS, EXPERTS, Case
-from tests.rounds import bits, settle
+from tests.rounds import bits, synchronize
 from weft.errors import (
     Aborted,
     CreationFailed,
@@ -45,8 +45,10 @@ def open_layer(group: weft.Group, case: Case, replicas: Replicas, **options: Any
 
 def hold(layer: MoE, case: Case, out: torch.Tensor, seed: int) -> None:
     """Assert that the placement changes a result by no more than the order of sums."""
-    expected = case.wanted(layer, *case.next(seed=seed).of(layer.exchange.rank, out.device))
-    case.hold(out, expected, slack=2)
+    expected = case.expected(
+        layer, *case.next(seed=seed).inputs_of(layer.exchange.rank, out.device)
+    )
+    case.check(out, expected, slack=2)
 
 
 def moved(group: weft.Group, name: str, options: dict[str, Any]) -> list[int]:
@@ -63,7 +65,7 @@ def moved(group: weft.Group, name: str, options: dict[str, Any]) -> list[int]:
             counts.append(layer.relocate(placement))
             assert layer.replicas == placement
             assert layer.local_experts == placement.logical_experts(group.rank)
-            x, logits = case.next(seed=seed).of(group.rank, group.device)
+            x, logits = case.next(seed=seed).inputs_of(group.rank, group.device)
             hold(layer, case, layer(x, logits), seed)
             ids, weights = route(config.routing, logits, correction=case.correction(group.device))
             again = layer(x, topk_ids=ids.long(), topk_weights=weights)
@@ -73,7 +75,7 @@ def moved(group: weft.Group, name: str, options: dict[str, Any]) -> list[int]:
             assert torch.equal(bits(layer._weights.gate_up[slot].cpu()), bits(right.gate_up))
             assert torch.equal(bits(layer._weights.down[slot].cpu()), bits(right.down))
         assert addresses == [t.data_ptr() for t in layer._weights.tensors]
-        settle(group.device)
+        synchronize(group.device)
         layer.check()
     return counts
 
@@ -110,7 +112,7 @@ def failing(group: weft.Group, late: bool) -> None:
     """If one rank fails or stops in a move, no rank computes with mixed weights."""
     case, first, second = SOFTMAX, FIRST, SECOND
     with open_layer(group, case, first) as layer:
-        x, logits = case.of(group.rank, group.device)
+        x, logits = case.inputs_of(group.rank, group.device)
         layer(x, logits)
 
         def stumble(_: torch.device) -> None:
@@ -141,7 +143,7 @@ def within_rounds(group: weft.Group, mode: str) -> None:
     """Between dispatch and combine, or during another thread's call, a move is refused."""
     case, first, second = SOFTMAX.next(tokens=(4, 3)), FIRST, SECOND
     with open_layer(group, case, first, mode=mode, overlap="none", gemm="torch") as layer:
-        x, logits = case.of(group.rank, group.device)
+        x, logits = case.inputs_of(group.rank, group.device)
         expected, exchange = layer(x, logits), layer.exchange
         ids, weights = layer.route(logits)
         rows: Any = exchange.dispatch(x, ids, weights)
@@ -187,7 +189,7 @@ def other_weights(group: weft.Group) -> None:
     with open_layer(group, case, first) as layer:
         own = second.logical_experts(group.rank)
         layer.relocate(second, weights=case.weights(own, group.device))
-        x, logits = case.of(group.rank, group.device)
+        x, logits = case.inputs_of(group.rank, group.device)
         hold(layer, case, layer(x, logits), 0)
         wrong: list[tuple[Any, dict[str, Any], str]] = [
             (second, {"weights": case.weights(own[1:], group.device)}, "gate_up"),
@@ -220,9 +222,9 @@ def captured(group: weft.Group) -> None:
     """A graph that was captured before a move works after it."""
     case, first, second = Case(CONFIGS["softmax"], tokens=(16, 9)), FIRST, SECOND
     with open_layer(group, case, first) as layer:
-        x, logits = case.of(group.rank, group.device)
+        x, logits = case.inputs_of(group.rank, group.device)
         out = layer(x, logits)
-        settle(group.device)
+        synchronize(group.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             layer(x, logits, out=out)
@@ -230,7 +232,7 @@ def captured(group: weft.Group) -> None:
             layer.relocate(placement)
             out.fill_(float("nan"))
             graph.replay()
-            settle(group.device)
+            synchronize(group.device)
             hold(layer, case, out, 0)
         layer.check()
 
@@ -243,7 +245,7 @@ def test_graphs_work_after_a_relocation(ranks):
 def in_rounds(group: weft.Group, mode: str) -> None:
     """Run batches beyond max_tokens in a number of rounds that is equal on all ranks."""
     case = Case(CONFIGS["deepseek"], tokens=(37, 0))
-    x, logits = case.of(group.rank, group.device)
+    x, logits = case.inputs_of(group.rank, group.device)
     options: dict[str, Any] = {"timeout": 600.0, "first_timeout": 600.0, "mode": mode}
     with case.open(group, max_tokens=37, **options) as layer:
         whole = layer(x, logits)

@@ -42,7 +42,7 @@ def module_of(name: str) -> ModuleType:
     return sys.modules.setdefault(name, ModuleType(name))
 
 
-def place(root: Any, target: str, parameters: str | None) -> None:
+def bind_standin(root: Any, target: str, parameters: str | None) -> None:
     """Bind the stand-in's object under the engine's name, with the engine's signature.
 
     What it has not, no test uses.
@@ -73,7 +73,7 @@ def place(root: Any, target: str, parameters: str | None) -> None:
         unbound_function(getattr(owner, name)).__signature__ = signature_of(parameters)
 
 
-def find(engine: str, release: str) -> None:
+def install_standin(engine: str, release: str) -> None:
     """Make `import <engine>` load the stand-in as this release, with its package metadata."""
     if engine in sys.modules:
         return
@@ -89,10 +89,10 @@ def find(engine: str, release: str) -> None:
         for each in names:
             setattr(module_of(f"{engine}.{path}"), each, getattr(root, each))
     for entry, parameters in relied_on(root.ENTRIES, release):
-        place(root, entry.target, parameters)
+        bind_standin(root, entry.target, parameters)
 
 
-def forget(engine: str, module: str) -> None:
+def remove_standin(engine: str, module: str) -> None:
     """Remove an engine's stand-in and settings, and weft's own `module`, which derives from it."""
     sys.path[:] = [each for each in sys.path if not each.startswith(str(HERE / "metadata"))]
     for name in [n for n in sys.modules if n.split(".")[0] == engine]:
@@ -104,7 +104,7 @@ def forget(engine: str, module: str) -> None:
         del os.environ[name]
 
 
-def in_turn(group: weft.Group, calls: tuple[tuple[Any, ...], ...]) -> list[Any]:
+def run_each(group: weft.Group, calls: tuple[tuple[Any, ...], ...]) -> list[Any]:
     """Return the results of several bodies; an error names its body."""
     results = []
     for body, *args in calls:
@@ -117,9 +117,9 @@ def in_turn(group: weft.Group, calls: tuple[tuple[Any, ...], ...]) -> list[Any]:
     return results
 
 
-def launched(ranks: Any, count: int, *calls: tuple[Any, ...]) -> list[list[Any]]:
+def launch_each(ranks: Any, count: int, *calls: tuple[Any, ...]) -> list[list[Any]]:
     """Run several (body, *args) in one launch; return the ranks' results of each."""
-    return [list(each) for each in zip(*ranks(count, "cpu")(in_turn, calls), strict=True)]
+    return [list(each) for each in zip(*ranks(count, "cpu")(run_each, calls), strict=True)]
 
 
 class Kept(logging.Handler):
@@ -148,7 +148,7 @@ def drawn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def clamped(limit: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def clamped_swiglu(limit: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return GPT-OSS's activation."""
 
     def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ def clamped(limit: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor
     return gated
 
 
-def far(got: torch.Tensor, want: torch.Tensor) -> float:
+def max_relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest number."""
     assert got.shape == want.shape
     return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0

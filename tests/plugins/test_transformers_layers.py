@@ -12,7 +12,7 @@ import torch
 
 import weft
 import weft.plugins.transformers as plugin
-from tests.plugins.standins import in_turn
+from tests.plugins.standins import run_each
 from weft.errors import InvalidArgument, OutOfOrder, PeerLeft
 
 pytest.importorskip("transformers", minversion="5.23")
@@ -196,7 +196,7 @@ def test_every_batch_shared_or_not(ranks: Any) -> None:
     served = [(sizes, replicas, dtype) for dtype in HALF_UNIT for replicas in (1, 2)]
     calls = [*served, (compiled, 1), (compiled, 2), (economy, 1), (economy, 2)]
     rows = []
-    for *result, shared, own in ranks(2, "cpu")(in_turn, calls):
+    for *result, shared, own in ranks(2, "cpu")(run_each, calls):
         for call, each in zip(calls, result, strict=False):
             # A rank's sum and the total are rounded once each, and experts add in another order.
             assert max(each) <= 8, call
@@ -215,7 +215,7 @@ KEPT: list[Any] = []
 
 def test_refusals_and_ends(ranks: Any) -> None:
     calls = [(misuse,), (one_after_another,), (fail, 1), (fail, 2), (left_alive,)]
-    ranks(2, "cpu")(in_turn, calls)
+    ranks(2, "cpu")(run_each, calls)
 
 
 def replayed(group: weft.Group) -> list[float]:

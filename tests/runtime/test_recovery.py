@@ -31,7 +31,7 @@ from tests.faults import (
 )
 from tests.operators import KINDS, Operator
 from tests.ranks import on_ranks
-from tests.recovery import Survivors, plan_death, until_broken
+from tests.recovery import Survivors, plan_death, run_until_broken
 from tests.subjects import EMULATED, SUBJECTS
 from tests.sums import Sum, play
 from weft.errors import Aborted, BadExpertId, PeerDied
@@ -73,7 +73,7 @@ def lose_in_turn(
             survivors.barrier()
             if group.rank == dies:
                 die() if point is None else plan_death(made, point)
-            text = until_broken(lambda: subject.rounds(1, survivors.ranks, checks=False))
+            text = run_until_broken(lambda: subject.rounds(1, survivors.ranks, checks=False))
             assert f"rank {dies}" in text or "left its calls to recover" in text, text
             assert any(operator.broken for operator in (made, *subject.beside))
             survivors.lose(dies, sealed=[made, *subject.beside])
@@ -120,7 +120,7 @@ def test_a_sum_over_all_is_refused_when_a_rank_is_gone(group: weft.Group) -> Non
         survivors.barrier()
         if group.rank == 2:
             plan_death(ar, AFTER_ROWS)
-        until_broken(lambda: play(ar, case, "twoshot"))
+        run_until_broken(lambda: play(ar, case, "twoshot"))
         survivors.lose(2)
         x = torch.ones((3, 256), dtype=torch.bfloat16)
         assert ar.broken
@@ -144,7 +144,7 @@ def kill(survivors: Survivors, op: Operator, *dies: int) -> None:
     survivors.barrier()
     if survivors.group.rank in dies:
         die()
-    until_broken(lambda: op.round())
+    run_until_broken(lambda: op.round())
     survivors.lose(*dies, sealed=[op.made])
 
 
@@ -192,6 +192,6 @@ def test_a_rank_that_recovers_ends_its_own_calls_and_its_peers(group: weft.Group
             with pytest.raises(Aborted):
                 op.round()
         elif group.rank == 1:
-            text = until_broken(lambda: op.round())
+            text = run_until_broken(lambda: op.round())
             assert "rank 0 left its calls to recover its group before it made its part" in text
         group.barrier()  # rank 2 makes no call

@@ -48,7 +48,7 @@ class Step:
 
     def __init__(self, a2a: weft.AllToAll, case: Round, options: dict[str, Any]) -> None:
         self.a2a, self.options, self.device = a2a, options, a2a.group.device
-        self.x, self.ids, self.weights, _ = case.of(a2a.rank, self.device)
+        self.x, self.ids, self.weights, _ = case.inputs_of(a2a.rank, self.device)
         self.case, self.stats = case, None
         if "stats" in options:
             self.stats = torch.arange(4, dtype=torch.int32, device=self.device) + a2a.rank

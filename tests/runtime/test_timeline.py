@@ -14,7 +14,7 @@ import weft
 from tests.headers import Header, Timeline
 from tests.patience import hurry
 from tests.ranks import on_ranks
-from tests.rounds import Round, combining, settle
+from tests.rounds import Round, combine_options, synchronize
 from weft.errors import PeerTimeout
 from weft.heap.header import RING_TIMELINES
 from weft.runtime.timeline import DEFINE, read_timeline
@@ -29,21 +29,21 @@ def make(group: weft.Group, *defines: str, **options: Any) -> weft.AllToAll:
 
 
 def run(a2a: weft.AllToAll, rounds: int, *, late_rank: int | None = None) -> None:
-    x, ids, weights, _ = CASE.of(a2a.rank, a2a.group.device)
+    x, ids, weights, _ = CASE.inputs_of(a2a.rank, a2a.group.device)
     for _ in range(rounds):
         a2a.group.barrier()
         if a2a.rank == late_rank:
             time.sleep(LATE)
         a2a.dispatch(x, ids, weights)
         a2a.combine()
-        settle(a2a.group.device)
+        synchronize(a2a.group.device)
     a2a.check()
 
 
 @pytest.mark.parametrize(("way", "rounds"), [("pull", ROUNDS + 3), ("push", 5)])
 @on_ranks(3, "cpu", "cuda")
 def test_every_round_is_recorded_with_ordered_stamps(group, way, rounds):
-    with make(group, DEFINE, **combining(way)) as a2a:
+    with make(group, DEFINE, **combine_options(way)) as a2a:
         run(a2a, rounds)
         group.barrier()  # the ranks read each other's
         spans, peer = read_timeline(a2a.heap), (a2a.rank + 1) % group.size
@@ -66,7 +66,7 @@ def test_every_round_is_recorded_with_ordered_stamps(group, way, rounds):
 
 @on_ranks(2, "cpu")
 def test_split_calls_give_one_span(group):
-    x, ids, weights, _ = CASE.of(group.rank, group.device)
+    x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
     with make(group, DEFINE, split_phase=True) as a2a:
         for _ in range(3):
             a2a.dispatch_send(x, ids, weights)
@@ -110,7 +110,7 @@ def test_a_broken_round_shows_who_was_missing(group):
         run(a2a, ROUNDS + 2)  # so that the broken round finds stamps in its place
         hurry(a2a, 0.3)
         if group.rank == 0:
-            x, ids, weights, _ = CASE.of(group.rank, group.device)
+            x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
             with pytest.raises(PeerTimeout):
                 a2a.dispatch(x, ids, weights)
             *spans, last = read_timeline(a2a.heap)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 import weft
-from tests.plugins.standins import clamped, drawn, find, forget
+from tests.plugins.standins import clamped_swiglu, drawn, install_standin, remove_standin
 
 BLOCKS = {
     "qwen3": "Qwen3MoeSparseMoeBlock",
@@ -28,7 +28,7 @@ OLDER, NEWER = "0.5.17", "0.5.23"
 
 def enter(release: str = OLDER) -> None:
     """Let `import sglang` find the stand-in, and load weft's plug-in as SGLang does."""
-    find("sglang", release)
+    install_standin("sglang", release)
     from weft.plugins.sglang import register
 
     importlib.import_module("sglang").load_plugins(register)
@@ -39,7 +39,7 @@ def leave() -> None:
     import weft.plugins.sglang
 
     weft.plugins.sglang.engine.close()
-    forget("sglang", "dispatcher")
+    remove_standin("sglang", "dispatcher")
 
 
 class Server:
@@ -124,7 +124,7 @@ def alone(
         if block == "gpt_oss":
             both = [parts.biases(layer + shift, each) for each in range(parts.EXPERTS)]
             wide, narrow = (torch.stack(each) for each in zip(*both, strict=True))
-            biased = {"gate_up_bias": wide, "down_bias": narrow, "gating": clamped(0.5)}
+            biased = {"gate_up_bias": wide, "down_bias": narrow, "gating": clamped_swiglu(0.5)}
         both = [parts.expert(layer + shift, each, dtype) for each in range(parts.EXPERTS)]
         wide, narrow = (torch.stack(each) for each in zip(*both, strict=True))
         routed = x, ids, weights * scale, wide, narrow

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for SGLang on CPU ranks: what weft's hooks replace, in plain arithmetic.
 
-`sglang` is this file. `tests.plugins.standins.find` sets RELEASE and makes the submodules, with the
-names and signatures of the plug-in's tables; what no test calls, it makes by itself.
+`sglang` is this file. `tests.plugins.standins.install_standin` sets RELEASE and makes the
+submodules, with the names and signatures of the plug-in's tables; what no test calls, it makes by
+itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 import weft
-from tests.plugins.standins import clamped
+from tests.plugins.standins import clamped_swiglu
 from weft.plugins.sglang import allreduce, engine
 
 ENTRIES = (*engine.HOOKS, *engine.KNOWN, *allreduce.HOOKS, *allreduce.KNOWN)
@@ -489,7 +490,7 @@ class Method:
         if layer.with_bias:
             gate_up, bias = (apart(t) for t in (gate_up, layer.w13_weight_bias))
             wide = {"gate_up_bias": bias, "down_bias": layer.w2_weight_bias}
-            wide["gating"] = clamped(config.gemm1_clamp_limit)
+            wide["gating"] = clamped_swiglu(config.gemm1_clamp_limit)
         routed = x, chosen.topk_ids, chosen.topk_weights, gate_up, layer.w2_weight
         out = weft.reference.moe_layer(*routed, **wide)
         x.copy_(out * (config.routed_scaling_factor or 1.0))

@@ -17,7 +17,7 @@ from torch import nn
 
 import weft
 from tests.plugins.sglang.server import NEWER, OLDER, enter, leave
-from tests.plugins.standins import error_of, find, launched
+from tests.plugins.standins import error_of, install_standin, launch_each
 from weft.errors import PeerDied, RankFailed, SetupError
 from weft.plugins import sglang as plugin
 from weft.plugins.sglang import allreduce
@@ -141,7 +141,7 @@ def run(group: weft.Group, body: Any, *args: Any) -> Any:
 
 
 def in_one_launch(ranks: Any, count: int, *calls: tuple[Any, ...]) -> list[list[Any]]:
-    return launched(ranks, count, *((run, *call) for call in calls))
+    return launch_each(ranks, count, *((run, *call) for call in calls))
 
 
 def rows(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -362,7 +362,7 @@ def test_a_dead_peer_is_named_and_ends_the_server(ranks, tmp_path):
 def differing(group: weft.Group, switch: str) -> list[str]:
     """Return the errors of registering with an unsupported SGLang, also by entry point."""
     os.environ[allreduce.SWITCH] = switch
-    find("sglang", OLDER)
+    install_standin("sglang", OLDER)
     groups: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
     groups.get_moe_ep_group = lambda name: None
     del groups.GroupCoordinator._all_reduce_out_place

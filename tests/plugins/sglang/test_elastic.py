@@ -18,7 +18,7 @@ import torch
 
 import weft
 from tests.plugins.sglang.server import NEWER, Server, enter, leave
-from tests.plugins.standins import error_of, find, launched
+from tests.plugins.standins import error_of, install_standin, launch_each
 from weft.errors import PeerDied, RendezvousFailed, SetupError
 from weft.plugins.sglang import elastic
 
@@ -316,7 +316,7 @@ FLAGS: dict[str, Any] = {
 def replicated(group: weft.Group, **flags: Any) -> Server:
     """Serve a model whose experts have two replicas each, on ranks two apart."""
     kwargs = FLAGS | flags
-    find("sglang", NEWER)
+    install_standin("sglang", NEWER)
     static = kwargs["ep_dispatch_algorithm"] == "static"
     rows = (torch.arange(16) % 8).repeat(2, 1)
     importlib.import_module("sglang").place(rows, group.size, 8, static)
@@ -333,7 +333,7 @@ def test_flags_that_prevent_recovery_are_refused(ranks: Any) -> None:
     """One error lists all flags as they are written; other all-to-alls would wait for the dead."""
     wrong = {"disable_overlap_schedule": False, "moe_dense_tp_size": None, "max_ep_size": 8}
     calls = [(unfit, wrong | {"ep_dispatch_algorithm": None}), (unfit, {"flags": ()})]
-    flags, backend = launched(ranks, 2, *calls)
+    flags, backend = launch_each(ranks, 2, *calls)
     assert {each.partition(": ")[0] for each in flags} == {
         "--elastic-ep-backend weft needs --disable-overlap-schedule, --moe-dense-tp-size 1, no "
         "--max-ep-size, --ep-dispatch-algorithm static or dynamic"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.plugins.sglang.server import NEWER, OLDER, enter, leave
-from tests.plugins.standins import find
+from tests.plugins.standins import install_standin
 from weft.errors import InvalidArgument, OutOfOrder, SetupError
 from weft.gemm import quantize_mxfp4, unpack_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
@@ -33,7 +33,7 @@ def sglang() -> Iterator[Callable[[str], Any]]:
     """The stand-in, without weft's hooks unless `enter` ran: `sglang("0.5.17")` imports it."""
 
     def load(release: str) -> Any:
-        find("sglang", release)
+        install_standin("sglang", release)
         return importlib.import_module("sglang")
 
     yield load

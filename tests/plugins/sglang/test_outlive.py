@@ -15,7 +15,7 @@ import pytest
 import weft
 from tests.plugins.sglang.server import alone, leave, tokens
 from tests.plugins.sglang.test_elastic import replicated
-from tests.plugins.standins import CLOSE, Kept, far
+from tests.plugins.standins import CLOSE, Kept, max_relative_difference
 from weft.errors import SetupError
 from weft.launcher.launch import launch
 from weft.plugins.faults import SETTLE_SECONDS, Watch
@@ -45,7 +45,7 @@ def outliving(group: weft.Group, form: str, way: str, when: str) -> dict[str, An
         if faulty:
             server.runner.model.blocks[1].register_forward_pre_hook(lambda *_: die("layer"))
         x = tokens(count, 10 * number + group.rank)
-        errors.append(far(server.step(x, counts), alone(x, "qwen3")))
+        errors.append(max_relative_difference(server.step(x, counts), alone(x, "qwen3")))
         die(*["after"] * faulty)
     blocks = engine._blocks
     assert blocks is not None
@@ -99,7 +99,7 @@ def shrinking(group: weft.Group) -> str:
             for number in range(3):
                 counts = [row[0] for row in exchange([2, 7, 0], group.size)]
                 x = tokens(2, number)
-                assert far(server.step(x, counts), alone(x, "qwen3")) < CLOSE
+                assert max_relative_difference(server.step(x, counts), alone(x, "qwen3")) < CLOSE
         except SetupError as error:
             return f"{victim}: {error}"
     return "served"

@@ -31,7 +31,7 @@ from tests.plugins.sglang.server import (
 )
 from tests.plugins.sglang.test_allreduce import refused
 from tests.plugins.sglang.test_elastic import unfit
-from tests.plugins.standins import CLOSE, Kept, error_of, far, launched
+from tests.plugins.standins import CLOSE, Kept, error_of, launch_each, max_relative_difference
 
 EITHER = [("block", OLDER), ("dispatcher", OLDER), ("block", NEWER)]
 # Tokens of each rank; the limits of the stand-in's flags are 4 in decode and 32 in prefill.
@@ -60,7 +60,9 @@ def serve(
     for seed, counts in enumerate(batches or BATCHES[group.size]):
         own = counts[group.rank // attention_ranks] // attention_ranks
         x = tokens(own, 10 * seed + group.rank)
-        result.append(far(server.step(x, counts, padded), alone(x, block, real=real)))
+        result.append(
+            max_relative_difference(server.step(x, counts, padded), alone(x, block, real=real))
+        )
     workspaces = len(server.workspaces)
     leave()
     return max(result), workspaces
@@ -102,7 +104,7 @@ SERVED: dict[int, list[tuple[str, Any, dict[str, Any]]]] = {
 @pytest.mark.parametrize("count", SERVED)
 def test_models_are_served_as_in_one_process(ranks: Any, count: int) -> None:
     calls = [(partial(serve, **more), block, sizes) for block, sizes, more in SERVED[count]]
-    for case, results in zip(SERVED[count], launched(ranks, count, *calls), strict=True):
+    for case, results in zip(SERVED[count], launch_each(ranks, count, *calls), strict=True):
         for result, workspaces in results:
             assert result < CLOSE, case
             assert workspaces == (1 if case[2].get("form") == "dispatcher" else 2), case
@@ -127,7 +129,7 @@ def updated(group: weft.Group, form: str, release: str) -> list[float]:
     server = Server(group, "qwen3", redundant=2, release=release, form=form)
     fill: Any = importlib.import_module("sglang").fill
     x = tokens(6, group.rank)
-    errors = [far(server.step(x, [6, 6]), alone(x, "qwen3"))]
+    errors = [max_relative_difference(server.step(x, [6, 6]), alone(x, "qwen3"))]
     for shift, replaces in ((7, True), (9, True), (11, False)):
         for block in server.runner.model.blocks:
             experts = block.experts
@@ -135,14 +137,16 @@ def updated(group: weft.Group, form: str, release: str) -> list[float]:
                 new = torch.empty_like(getattr(experts, name))
                 setattr(experts, name, torch.nn.Parameter(new, requires_grad=False))
             fill(experts, experts.layer_id + shift)
-        errors.append(far(server.step(x, [6, 6]), alone(x, "qwen3", shift=shift)))
+        errors.append(
+            max_relative_difference(server.step(x, [6, 6]), alone(x, "qwen3", shift=shift))
+        )
     leave()
     return errors
 
 
 def test_weights_that_sglang_replaces_or_moves_are_served(ranks: Any) -> None:
     for case, results in zip(
-        EITHER, launched(ranks, 2, *((updated, *case) for case in EITHER)), strict=True
+        EITHER, launch_each(ranks, 2, *((updated, *case) for case in EITHER)), strict=True
     ):
         assert max(max(errors) for errors in results) < CLOSE, case
 
@@ -156,7 +160,9 @@ def set_up(group: weft.Group) -> tuple[float, list[Any]]:
         draft = Server(group, "glm4", layers=1)
     x, result = tokens(9, group.rank), []
     for each, layers in ((server, 2), (draft, 1), (server, 2)):
-        result.append(far(each.step(x, [9, 9]), alone(x, "glm4", layers=layers)))
+        result.append(
+            max_relative_difference(each.step(x, [9, 9]), alone(x, "glm4", layers=layers))
+        )
     built = [(each.mode, each.overlap, each.exchange.max_tokens) for each in server.workspaces]
     leave()
     return max(result), built
@@ -173,8 +179,10 @@ def drafting(group: weft.Group, form: str, release: str) -> tuple[float, list[in
     result = []
     for seed, counts in enumerate(([4, 12], [12, 0], [1, 40])):
         x = tokens(counts[group.rank], 10 * seed + group.rank)
-        result.append(far(server.step(x, counts), alone(x, "deepseek")))
-        result.append(far(draft.step(x, counts), alone(x, "deepseek", layers=1)))
+        result.append(max_relative_difference(server.step(x, counts), alone(x, "deepseek")))
+        result.append(
+            max_relative_difference(draft.step(x, counts), alone(x, "deepseek", layers=1))
+        )
     sizes = [getattr(each, "exchange", each).max_tokens for each in draft.workspaces]
     leave()
     return max(result), sizes
@@ -183,7 +191,7 @@ def drafting(group: weft.Group, form: str, release: str) -> tuple[float, list[in
 def test_settings_and_draft_models(ranks: Any) -> None:
     """Decode workspaces have room for the 3 tokens that a request drafts."""
     calls = [(set_up,), (rounded_counts,), *((drafting, *case) for case in EITHER)]
-    both, rows, *drafts = launched(ranks, 2, *calls)
+    both, rows, *drafts = launch_each(ranks, 2, *calls)
     for result, built in both:
         assert result < CLOSE
         assert built == [("throughput", "none", 4), ("throughput", "none", 7)]
@@ -278,7 +286,7 @@ def stock(group: weft.Group, release: str) -> dict[str, str]:
 def test_unsupported_models_are_refused(ranks: Any) -> None:
     calls: list[tuple[Any, ...]] = [(misuse,), (unknown_block,)]
     calls += [(body, each) for each in (OLDER, NEWER) for body in (refused_flags, stock)]
-    for results in launched(ranks, 2, *calls):
+    for results in launch_each(ranks, 2, *calls):
         for errors in results:
             assert {text: error for text, error in errors.items() if text not in error} == {}
 
@@ -351,7 +359,7 @@ def test_two_hosts_are_served(ranks: Any, count: int) -> None:
         calls += [(on_two_hosts, refused, "served")]
     else:
         calls += [(on_two_hosts, unfit, {})]
-    *results, errors = launched(ranks, count, *calls)
+    *results, errors = launch_each(ranks, count, *calls)
     for case, result in zip(calls, results, strict=False):
         if case[1] is logged:
             assert result[0][1], case

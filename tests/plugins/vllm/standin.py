@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for vLLM on CPU ranks, in plain torch: what weft's plug-in reads and calls.
 
-`vllm` is this file; `tests.plugins.standins.find` makes the submodules by the plug-in's tables.
+`vllm` is this file; `tests.plugins.standins.install_standin` makes the submodules by the plug-in's
+tables.
 """
 
 from __future__ import annotations

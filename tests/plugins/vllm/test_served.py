@@ -17,7 +17,14 @@ import pytest
 import torch
 
 import weft
-from tests.plugins.standins import CLOSE, Kept, clamped, error_of, far, launched
+from tests.plugins.standins import (
+    CLOSE,
+    Kept,
+    clamped_swiglu,
+    error_of,
+    launch_each,
+    max_relative_difference,
+)
 from tests.plugins.vllm.workers import (
     EXPERTS,
     HIDDEN,
@@ -48,7 +55,9 @@ def serve(group: weft.Group, form: str, method: str) -> tuple[float, int, list[s
     worker, result = Worker(group, form, method), []
     for seed, sizes in enumerate(BATCHES[group.size]):
         x = tokens(sizes[group.rank], 10 * seed + group.rank)
-        result.append(far(worker.step(x, sizes if group.size > 1 else None), alone(x)))
+        result.append(
+            max_relative_difference(worker.step(x, sizes if group.size > 1 else None), alone(x))
+        )
     workspaces = len(built())
     leave()
     return max(result), workspaces, kept.lines
@@ -60,10 +69,10 @@ def drafted(group: weft.Group, form: str) -> tuple[float, int, list[str]]:
     draft = Worker(group, form, layers=1)
     for turn, sizes in enumerate(([6, 4], [2, 0], [40, 3])):
         x = tokens(sizes[group.rank], 10 * turn + group.rank)
-        result.append(far(target.step(x, sizes), alone(x)))
+        result.append(max_relative_difference(target.step(x, sizes), alone(x)))
         few = [min(size, 2) for size in sizes]
         x = tokens(few[group.rank], 10 * turn + group.rank)
-        result.append(far(draft.step(x, few), alone(x, layers=1)))
+        result.append(max_relative_difference(draft.step(x, few), alone(x, layers=1)))
     workspaces = len(built())
     leave()
     return max(result), workspaces, []
@@ -78,7 +87,7 @@ def test_batches_of_every_size_are_served(ranks: Any, count: int) -> None:
     calls: list[tuple[Any, ...]] = [(serve, form, "") for form in FORMS]
     if count == 2:
         calls += [*((drafted, form) for form in FORMS), (serve, "exchange", "fp8")]
-    results = launched(ranks, count, *calls)
+    results = launch_each(ranks, count, *calls)
     for (body, form, *method), result in zip(calls, results, strict=True):
         for error, workspaces, _ in result:
             assert 1e-4 < error < 0.05 if "fp8" in method else error < CLOSE, (body, form)
@@ -129,7 +138,7 @@ def gpt_oss(group: weft.Group, far_apart: bool) -> tuple[list[float], str, dict[
             *(x, ids, torch.full((5, 3), 0.25), gate_first("w13"), whole["w2"]),
             gate_up_bias=gate_first("w13_bias"),
             down_bias=whole["w2_bias"].float(),
-            gating=clamped(7.0),
+            gating=clamped_swiglu(7.0),
         )
         return {name: tensor[own].clone() for name, tensor in packed.items()}, expected
 
@@ -137,7 +146,7 @@ def gpt_oss(group: weft.Group, far_apart: bool) -> tuple[list[float], str, dict[
         sizes = [5] * group.size if group.size > 1 else None
         with torch.inference_mode(), vllm.forward(sizes, None):
             out = experts.forward_modular(x, torch.full((5, 3), 0.25), ids.int())
-        return far(out.float(), expected)
+        return max_relative_difference(out.float(), expected)
 
     parts, expected = load(0, far_apart=far_apart)
     for name, tensor in parts.items():
@@ -166,10 +175,10 @@ def gpt_oss(group: weft.Group, far_apart: bool) -> tuple[list[float], str, dict[
 
 def test_gpt_oss_in_mxfp4(ranks: Any) -> None:
     """Weights are packed, or FP8 if a row's range is too large; tokens are FP8 in both cases."""
-    one = launched(ranks, 1, (gpt_oss, False))
+    one = launch_each(ranks, 1, (gpt_oss, False))
     for far_apart, results in zip(
         (False, False, True),
-        [*one, *launched(ranks, 2, (gpt_oss, False), (gpt_oss, True))],
+        [*one, *launch_each(ranks, 2, (gpt_oss, False), (gpt_oss, True))],
         strict=True,
     ):
         for errors, dtype, texts in results:
@@ -186,7 +195,7 @@ def padded(group: weft.Group, form: str, release: str) -> float:
     for size, real in ((4, 2), (40, 35)):  # one round, and two
         x, padding = tokens(size, group.rank), torch.arange(64) >= real  # of a larger buffer
         want = alone(x, real=real if release == "0.26.0" else None)
-        result = max(result, far(worker.step(x, [size, size], padding), want))
+        result = max(result, max_relative_difference(worker.step(x, [size, size], padding), want))
     engine.PADDED_BY_ROUTER = kept
     leave()
     return result
@@ -195,20 +204,22 @@ def padded(group: weft.Group, form: str, release: str) -> float:
 def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any) -> None:
     """The plug-in ensures it in 0.26.0; later routers do it themselves."""
     calls = [(padded, form, release) for form in FORMS for release in ("0.26.0", "0.32.0")]
-    for call, errors in zip(calls, launched(ranks, 2, *calls), strict=True):
+    for call, errors in zip(calls, launch_each(ranks, 2, *calls), strict=True):
         assert max(errors) < CLOSE, call
 
 
 def reloaded(group: weft.Group, form: str, redundant: int) -> dict[str, float]:
     """Load weights again in each of vLLM's ways, and one by one, as EPLB moves them."""
     worker, x = Worker(group, form, redundant=redundant), tokens(6, group.rank)
-    errors = {"loaded once": far(worker.step(x, [6, 6]), alone(x))}
+    errors = {"loaded once": max_relative_difference(worker.step(x, [6, 6]), alone(x))}
     ways = ["in place", "layerwise", "layerwise"] + ["replaced", "layerwise"] * (form == "block")
     for turn, how in enumerate(ways):
         shift = 7 + turn
         for layer in range(2):
             worker.reload(layer, shift, how)
-        errors[f"{turn}: {how}"] = far(worker.step(x, [6, 6]), alone(x, shift=shift))
+        errors[f"{turn}: {how}"] = max_relative_difference(
+            worker.step(x, [6, 6]), alone(x, shift=shift)
+        )
     if form == "block":  # graphs hold the addresses
         engine: Any = sys.modules["weft.plugins.vllm.engine"]
         for served in engine._blocks._layers.values():
@@ -221,7 +232,7 @@ def reloaded(group: weft.Group, form: str, redundant: int) -> dict[str, float]:
 def test_weights_that_are_loaded_again_are_served(ranks: Any) -> None:
     """No pass uses weights of an earlier load; with `redundant`, ids are physical (EPLB)."""
     calls = [(reloaded, form, redundant) for form in FORMS for redundant in (0, 2)]
-    for call, results in zip(calls, launched(ranks, 2, *calls), strict=True):
+    for call, results in zip(calls, launch_each(ranks, 2, *calls), strict=True):
         for errors in results:
             assert max(errors.values()) < CLOSE, (call, errors)
 
@@ -290,7 +301,7 @@ def misuse(group: weft.Group) -> dict[str, str]:
 def test_settings_rounds_and_refusals(ranks: Any) -> None:
     calls: list[tuple[Any, ...]] = [(divided,), (set_up,), (misuse,)]
     calls += [(on_two_hosts, form) for form in FORMS]
-    rows, sizes, misuses, *hosts = launched(ranks, 2, *calls)
+    rows, sizes, misuses, *hosts = launch_each(ranks, 2, *calls)
     assert rows == [[32, 8]] * 2  # the last round has as many rows as are left
     assert sizes == [[("throughput", "none", 4), ("throughput", "none", 7)]] * 2
     for errors in misuses:
@@ -311,13 +322,13 @@ def staged(group: weft.Group, form: str) -> float:
     worker, result = Worker(pair, form), 0.0
     for turn, sizes in enumerate(([3, 1], [0, 40])):  # one stage may be ahead of the other
         x = tokens(sizes[pair.rank], 10 * turn + group.rank)
-        result = max(result, far(worker.step(x, sizes), alone(x)))
+        result = max(result, max_relative_difference(worker.step(x, sizes), alone(x)))
     leave()
     return result
 
 
 def test_pipeline_stages_have_groups_beside_each_other(ranks: Any) -> None:
-    for errors in launched(ranks, 4, *((staged, form) for form in FORMS)):
+    for errors in launch_each(ranks, 4, *((staged, form) for form in FORMS)):
         assert max(errors) < CLOSE
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import weft
-from tests.plugins.standins import drawn, find, forget
+from tests.plugins.standins import drawn, install_standin, remove_standin
 
 RELEASE = "0.32.0"
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 3, 128, 128
@@ -19,7 +19,7 @@ SILU = SimpleNamespace(value="silu")
 
 def enter(form: str, **environment: str) -> None:
     """Let `import vllm` find the stand-in, and load weft's plug-in as vLLM does."""
-    find("vllm", RELEASE)
+    install_standin("vllm", RELEASE)
     os.environ["WEFT_VLLM"] = form
     os.environ |= {f"WEFT_VLLM_{name}": value for name, value in environment.items()}
     from weft.plugins.vllm import register
@@ -32,7 +32,7 @@ def leave() -> None:
     from weft.plugins.vllm import engine
 
     engine.close()
-    forget("vllm", "layers")
+    remove_standin("vllm", "layers")
 
 
 def parallel(rank: int, size: int, **other: Any) -> Any:
