@@ -336,7 +336,7 @@ class Newcomers:
                 for at, (address, process) in enumerate(self.started):
                     if at not in ended and process.exitcode is not None:
                         ended.add(at)
-                        Meeting.from_address(address).end(f"{process.name} ended")
+                        Meeting.from_address(address).abort(f"{process.name} ended")
         except BaseException as error:
             self._error = error
 
@@ -476,7 +476,7 @@ def meet(plan: Plan, folder: Path) -> None:
             assert time.monotonic() < deadline, "ranks still meet"
             for rank, process in enumerate(arriving):
                 if launches and process.exitcode not in (None, 0):
-                    (meeting.close if rank == meeting.hub else meeting.end)(f"rank {rank} ended")
+                    (meeting.close if rank == meeting.hub else meeting.abort)(f"rank {rank} ended")
             time.sleep(0.01)
         codes = {rank: arriving[rank].exitcode for rank in survivors}
         assert set(codes.values()) == {0}, f"exit codes of survivors: {codes}"

@@ -342,9 +342,11 @@ def meetings(group: weft.Group) -> None:
     tried(Row(group.barrier, {}, {"timeout": times}))
     wrong = kind_of_values("x", 7, True, [], InvalidArgument).optional()
     undo = CALLED.optional()
-    voted = {"error": wrong, "doing": TEXT, "undo": undo}
-    tried(Row(group.vote, {"error": None, "doing": "it"}, voted))
-    tried(Row(group.together, {"step": int, "doing": "it"}, {"step": CALLED, "doing": TEXT}))
+    voted = {"error": wrong, "action": TEXT, "undo": undo}
+    tried(Row(group.vote, {"error": None, "action": "it"}, voted))
+    tried(
+        Row(group.run_collective, {"step": int, "action": "it"}, {"step": CALLED, "action": TEXT})
+    )
     tried(Row(group.agree, {"value": 1, "what": "it"}, {"value": values.optional(), "what": TEXT}))
     fds = kind_of_values(*WHOLE, -1, 10**6)
     with open(os.devnull) as file:

@@ -149,11 +149,11 @@ def test_a_failed_rank_shows_its_traceback(weft_command, monkeypatch):
 
 
 def test_cache(weft_command, monkeypatch, tmp_path):
-    from weft.jit.cache import Cache, key_of
+    from weft.jit.cache import Cache, build_key
 
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
     meta = {"name": "dispatch", "kind": "cubin", "arch": "sm_90a", "compiler": "NVRTC 13.0"}
-    Cache().fetch(key_of(name="x"), lambda: b"12345", meta)
+    Cache().fetch(build_key(name="x"), lambda: b"12345", meta)
     code, out, _ = weft_command("cache", "list")
     assert code == 0
     assert "dispatch" in out

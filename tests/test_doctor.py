@@ -109,7 +109,7 @@ def test_gpus_without_nvlink_are_not_ok(gpus, topology, detail):
 
 @pytest.mark.parametrize("works", [True, False])
 def test_gpus_say_how_far_their_memory_reaches(gpus, works):
-    gpus.setattr(doctor, "fabric_works", lambda device: works)
+    gpus.setattr(doctor, "supports_fabric", lambda device: works)
     result = _examined()["NVLink domain"]
     assert result.status == "ok"
     assert ("of one host: no fabric handle", "of all hosts that it joins")[works] in result.detail

@@ -28,7 +28,7 @@ FRAMEWORK = "An agent framework"
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder on the import path for foreign packages."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert distribution.foreign_parts() == []
+    assert distribution.find_foreign_installs() == []
     return tmp_path
 
 
@@ -41,7 +41,7 @@ def install(folder: Path, name: str, version: str, summary: str = "") -> None:
 
 def test_a_foreign_distribution_is_found_and_reported(foreign: Path) -> None:
     install(foreign, "weft", "1.2", FRAMEWORK)
-    assert distribution.foreign_parts() == [f"the distribution weft 1.2 ({FRAMEWORK})"]
+    assert distribution.find_foreign_installs() == [f"the distribution weft 1.2 ({FRAMEWORK})"]
     (result,) = [each for each in basic_lines() if each[0] == "the name weft"]
     assert result[1] == "warn"
     assert FRAMEWORK in result[2]
@@ -51,7 +51,7 @@ def test_a_foreign_distribution_is_found_and_reported(foreign: Path) -> None:
 def test_an_earlier_distribution_of_this_project_is_not(foreign: Path) -> None:
     summary = "One-sided NVLink communication for MoE inference, with CPU ranks"
     install(foreign, "weft", "1.2", summary)
-    assert distribution.foreign_parts() == []
+    assert distribution.find_foreign_installs() == []
 
 
 def test_foreign_packages_modules_and_commands_are_found(
@@ -59,10 +59,10 @@ def test_foreign_packages_modules_and_commands_are_found(
 ) -> None:
     (foreign / "weft").mkdir()
     (foreign / "weft" / "__init__.py").touch()
-    assert distribution.foreign_parts() == [f"the package {foreign / 'weft'}"]
+    assert distribution.find_foreign_installs() == [f"the package {foreign / 'weft'}"]
     (foreign / "weft" / "__init__.py").unlink()
     (foreign / "weft.py").touch()
-    assert distribution.foreign_parts() == [f"the module {foreign / 'weft.py'}"]
+    assert distribution.find_foreign_installs() == [f"the module {foreign / 'weft.py'}"]
     (foreign / "weft.py").unlink()
     command = foreign / "bin" / "weft"
     command.parent.mkdir()
@@ -70,7 +70,7 @@ def test_foreign_packages_modules_and_commands_are_found(
     for line, ours in (("from weft.__main__ import main", True), ("import weft.cli", False)):
         command.write_text(f"#!/usr/bin/env python3\n{line}\n")
         command.chmod(0o755)
-        assert distribution.foreign_parts() == ([] if ours else [f"the command {command}"])
+        assert distribution.find_foreign_installs() == ([] if ours else [f"the command {command}"])
 
 
 def test_an_extra_is_installed_from_the_checkout_or_from_the_wheel(

@@ -167,7 +167,7 @@ def test_global_ids(group: weft.Group) -> None:
 def test_a_broken_workspace_is_released(group: weft.Group) -> None:
     """A workspace whose round broke is freed like any other, and the next lease makes a new one."""
     own = [weft.lease(group, weft.AllToAll, **SIZES) for _ in range(2)]
-    a2a, memory = own[0].operator, weakref.ref(own[0].operator.heap._keeper)
+    a2a, memory = own[0].operator, weakref.ref(own[0].operator.heap._owner)
     x = torch.ones(1, 64, dtype=torch.bfloat16, device=group.device)
     ids = torch.tensor([[0, 7]], device=group.device)
     if group.rank:

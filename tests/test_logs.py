@@ -64,7 +64,7 @@ def write_lines(file, level, set_up, level_of_line):
     os.environ.pop(logs.VARIABLE, None)
     if level:
         os.environ[logs.VARIABLE] = level
-    logs.set_up()
+    logs.configure()
     if set_up is not None:
         logging.basicConfig(**set_up, force=True)
     for each in level_of_line:
@@ -161,7 +161,7 @@ def test_a_layer_logs_its_choice(ranks, caplog):
 
 def test_no_handler_is_added_unasked(own_logger):
     own_logger.delenv(logs.VARIABLE, raising=False)
-    logs.set_up()
+    logs.configure()
     assert not _ours()
 
 
@@ -169,13 +169,13 @@ def test_the_variable_adds_one_handler_and_takes_it_away(own_logger, capsys):
     logger = logging.getLogger("weft")
     for level in ("debug", "Info"):
         own_logger.setenv(logs.VARIABLE, level)
-        logs.set_up()
+        logs.configure()
         assert logging.getLevelName(logger.level) == level.upper()
     logging.getLogger("weft.jit.cache").info("here")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"INFO weft.jit.cache, process {os.getpid()}: here")
     own_logger.setenv(logs.VARIABLE, "")
-    logs.set_up()
+    logs.configure()
     assert not _ours()
     assert logger.level == logging.NOTSET
 
@@ -183,4 +183,4 @@ def test_the_variable_adds_one_handler_and_takes_it_away(own_logger, capsys):
 def test_an_invalid_log_level_is_refused(own_logger):
     own_logger.setenv(logs.VARIABLE, "loud")
     with pytest.raises(InvalidArgument, match=r"WEFT_LOG is 'loud'; set it to debug, info"):
-        logs.set_up()
+        logs.configure()

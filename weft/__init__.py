@@ -35,7 +35,7 @@ def _is_command() -> bool:
 
 
 try:
-    logs.set_up()
+    logs.configure()
     check_torch()
 except WeftError as error:
     if not _is_command():

@@ -63,7 +63,7 @@ def check_torch() -> None:
         )
 
 
-def foreign_parts() -> list[str]:
+def find_foreign_installs() -> list[str]:
     """Return what is installed here under the name `weft` and belongs to another project."""
     return [*_foreign_distributions(), *_foreign_packages(), *_foreign_command()]
 

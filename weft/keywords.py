@@ -3,7 +3,7 @@
 
 `explain_keywords` runs once for each public module and wraps what it exports. A wrapper costs a
 Python frame, 0.8 us a call. The calls that decode loops make eagerly avoid it: they take
-`**_unknown: Never`, which costs 0.01 us, and pass it to `refuse_unknown`.
+`**_unknown: Never`, which costs 0.01 us, and pass it to `reject_unknown`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def explain_keywords(names: MutableMapping[str, Any]) -> None:
     for name in names["__all__"]:
         value = names[name]
         if isinstance(value, FunctionType) and _is_own(value):
-            names[name] = _explained(value, name)
+            names[name] = _wrap(value, name)
         elif isinstance(value, type) and _is_own(value) and not issubclass(value, BaseException):
             for base in filter(_is_own, value.__mro__):
                 _explain_class(base)
@@ -57,16 +57,16 @@ def _explain_class(kind: type[Any]) -> None:
     for name, value in list(vars(kind).items()):
         if name.startswith("_") and name not in ("__init__", "__call__"):
             continue
-        shown = kind.__name__ if name == "__init__" else f"{kind.__name__}.{name}"
+        func_name = kind.__name__ if name == "__init__" else f"{kind.__name__}.{name}"
         if isinstance(value, FunctionType):
-            setattr(kind, name, _explained(value, shown))
+            setattr(kind, name, _wrap(value, func_name))
         elif isinstance(value, classmethod | staticmethod):
             inner = value.__func__
             if isinstance(inner, FunctionType):
-                setattr(kind, name, type(value)(_explained(inner, shown)))
+                setattr(kind, name, type(value)(_wrap(inner, func_name)))
 
 
-def _explained(function: Callable[..., Any], shown: str) -> Callable[..., Any]:
+def _wrap(function: Callable[..., Any], func_name: str) -> Callable[..., Any]:
     if (
         hasattr(function, _MARK)
         or is_internal(function)
@@ -81,7 +81,7 @@ def _explained(function: Callable[..., Any], shown: str) -> Callable[..., Any]:
         except TypeError as error:
             if isinstance(error, BadCall):
                 raise
-            bind(function, shown, args, kwargs)
+            bind(function, func_name, args, kwargs)
             raise  # from within the function
 
     setattr(call, _MARK, True)
@@ -89,23 +89,23 @@ def _explained(function: Callable[..., Any], shown: str) -> Callable[..., Any]:
 
 
 def bind(
-    function: Callable[..., Any], shown: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable[..., Any], func_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
     """Return the arguments of a call by parameter. Raise BadCall if it cannot be made."""
     signature = inspect.signature(function)
     try:
         return signature.bind(*args, **kwargs)
-    except TypeError as mistake:
-        _refuse(signature, shown, kwargs, str(mistake))
+    except TypeError as reason:
+        _raise_bad_call(signature, func_name, kwargs, str(reason))
 
 
-def refuse_unknown(function: Callable[..., Any], unknown: Collection[str]) -> NoReturn:
+def reject_unknown(function: Callable[..., Any], unknown: Collection[str]) -> NoReturn:
     """Raise BadCall for keywords that a public function collected in `**_unknown`."""
-    _refuse(inspect.signature(function), function.__qualname__, unknown)
+    _raise_bad_call(inspect.signature(function), function.__qualname__, unknown)
 
 
-def _refuse(
-    signature: inspect.Signature, shown: str, keywords: Collection[str], mistake: str = ""
+def _raise_bad_call(
+    signature: inspect.Signature, func_name: str, keywords: Collection[str], reason: str = ""
 ) -> NoReturn:
     known = [
         name
@@ -114,13 +114,15 @@ def _refuse(
         and name not in ("self", "cls")
         and name[0] != "_"
     ]
-    takes = f"{shown}() takes {', '.join(known)}"
+    usage = f"{func_name}() takes {', '.join(known)}"
     unknown = [name for name in keywords if name not in signature.parameters]
     if not unknown:
-        raise BadCall(f"{shown}(): {mistake}. {takes}") from None
-    meant = ", ".join(name + suggest(name, known).replace("; did", ": did") for name in unknown)
-    end = "" if meant[-1] == "?" else "."
-    raise BadCall(f"{shown}() has no argument {meant}{end} {takes}") from None
+        raise BadCall(f"{func_name}(): {reason}. {usage}") from None
+    suggestions = ", ".join(
+        name + suggest(name, known).replace("; did", ": did") for name in unknown
+    )
+    end = "" if suggestions[-1] == "?" else "."
+    raise BadCall(f"{func_name}() has no argument {suggestions}{end} {usage}") from None
 
 
 def _is_own(value: Any) -> bool:

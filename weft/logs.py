@@ -22,12 +22,12 @@ from weft.errors import InvalidArgument
 
 LEVELS = ("debug", "info", "warning", "error")
 VARIABLE = "WEFT_LOG"
-REMIND_AFTER = 5.0  # seconds of a wait before it is logged; tests lower it
+FIRST_LOG_SECONDS = 5.0  # seconds of a wait before it is logged; tests lower it
 _FORMAT = "%(asctime)s %(levelname)s %(name)s, process %(process)d: %(message)s"
 _LOGGER = logging.getLogger("weft")
 
 
-def set_up() -> None:
+def configure() -> None:
     """Write records to stderr from the level in `WEFT_LOG` on: debug, info, warning or error.
 
     Called when weft is imported and in every rank that `weft.launch` starts. Without the variable
@@ -75,12 +75,12 @@ def _writes_to_terminal(handler: logging.Handler, record: logging.LogRecord) -> 
     )
 
 
-class Reminder:
+class WaitLogTimer:
     """Schedule for logging one wait that begins now: after 5 s, 10 s, 20 s and so on."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._next = REMIND_AFTER
+        self._next = FIRST_LOG_SECONDS
 
     def due(self) -> float | None:
         """Return the seconds waited so far if the wait is to be logged now, else None."""
@@ -91,6 +91,6 @@ class Reminder:
             self._next *= 2
         return waited
 
-    def earlier(self, deadline: float) -> float:
+    def next_wakeup(self, deadline: float) -> float:
         """Return `deadline` (time.monotonic seconds), or when the wait is logged next."""
         return min(deadline, self._began + self._next)

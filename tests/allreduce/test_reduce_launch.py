@@ -29,7 +29,7 @@ class Module:
     def function(self, name: str) -> str:
         return name
 
-    def resident_clusters(self, name: str, threads: int, cluster: int) -> int:
+    def get_max_active_clusters(self, name: str, threads: int, cluster: int) -> int:
         self.asked += 1
         return 132 * (2048 // threads) // cluster
 
@@ -67,7 +67,7 @@ def entries(monkeypatch):
 @pytest.mark.parametrize("end", ["", MOE])
 def test_clusters_that_do_not_fit_use_a_resident_grid(entries, monkeypatch, end):
     """With one CTA per SM, a wave holds 66 rows of two CTAs, and a resident grid 132 of one."""
-    monkeypatch.setattr(Module, "resident_clusters", lambda *asked: 132 // asked[-1])
+    monkeypatch.setattr(Module, "get_max_active_clusters", lambda *asked: 132 // asked[-1])
     for hidden in (4096, 7168):
         two = ReduceConfig.from_args(ranks=2, max_tokens=512, hidden=hidden, dtype=torch.bfloat16)
         kernels = reduce_kernels.CudaReduceKernels(two, Build())

@@ -55,7 +55,7 @@ def test_inherited_members_are_shown_and_internals_are_not(site):
     assert "weft.MoE.__call__" in _shown(site / "api/weft-MoE.html")
     group = _shown(site / "api/weft-Group.html")
     assert {"weft.Group.recover", "weft.Group.barrier", "weft.Group.from_torch"} <= group
-    internal = {"vote", "noted", "map_shares", "exchange_fds", "agree", "together", "attach"}
+    internal = {"vote", "noted", "map_shares", "exchange_fds", "agree", "run_collective", "attach"}
     assert not {f"weft.Group.{name}" for name in internal} & group
     text = (site / "api/weft-AllToAll.html").read_text()
     assert "first_epoch" not in text

@@ -15,7 +15,7 @@ from tests.kept import kept_file
 from tests.mutations import Mutation
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import KERNELS, MOE, ReducePlan
-from weft.jit.cache import key_of
+from weft.jit.cache import build_key
 from weft.jit.host import compiler_identity, find_compiler
 from weft.jit.source import INCLUDE_ROOT, PACKAGE, header_digest
 
@@ -129,7 +129,7 @@ def build_library(tree: Tree, text: str, *, defines: Sequence[str] = ()) -> Path
 def _key(**parts: str | Sequence[str]) -> str:
     emulator = "".join(part.read_text() for part in (*EMULATOR, NUMBERS))
     compiler = compiler_identity(find_compiler())
-    return key_of(**parts, emulator=emulator, flags=_FLAGS, compiler=compiler)
+    return build_key(**parts, emulator=emulator, flags=_FLAGS, compiler=compiler)
 
 
 def _numbers() -> Path:

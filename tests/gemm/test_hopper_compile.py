@@ -17,7 +17,7 @@ from weft.gemm.config import (
     WgmmaPlan,
 )
 from weft.gemm.kernels import SHARED, GemmShape, wgmma_ns
-from weft.jit.cache import Cache, key_of
+from weft.jit.cache import Cache, build_key
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin, nvrtc_version
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def shape_16bit(epilogue: str, block_m: int, operand: str, experts: int = 32) ->
 
 def compiled(shape: GemmShape) -> tuple[bytes, str]:
     """Return the cubin and the log of ptxas, from a cache of its own for each shape."""
-    cache = Cache(Cache().path / key_of(source=shape.source, compiler=nvrtc_version()))
+    cache = Cache(Cache().path / build_key(source=shape.source, compiler=nvrtc_version()))
     cubin = compile_cubin(
         shape.source,
         name="grouped_gemm",

@@ -62,7 +62,7 @@ def test_a_vote_fails_everywhere_with_one_text_and_undoes_what_succeeded(group, 
     error = ValueError(f"no {group.rank}") if group.rank in failing else None
     expected: Any = pytest.raises(CreationFailed) if failing else contextlib.nullcontext()
     with expected as caught:
-        group.vote(error, doing="a test", undo=partial(undone.append, group.rank))
+        group.vote(error, action="a test", undo=partial(undone.append, group.rank))
     assert not failing or (str(caught.value), caught.value.__cause__) == (text, error)
     assert undone == ([group.rank] if failing and error is None else [])
 
@@ -92,7 +92,7 @@ def test_a_vote_fails_everywhere_with_one_text_and_undoes_what_succeeded(group, 
 @on_ranks(2, "threads")
 def test_the_same_error_on_every_rank_is_raised_as_it_is(group, errors, kind, text):
     with pytest.raises(WeftError) as caught:
-        group.vote(errors[group.rank], doing="it")
+        group.vote(errors[group.rank], action="it")
     group.barrier()
     assert (type(caught.value), str(caught.value)) == (kind, text)
     assert caught.value.__cause__ is errors[group.rank] or errors[group.rank] is None
@@ -104,9 +104,12 @@ def test_together_returns_or_fails_everywhere(group):
         if group.rank == 2:
             raise OSError(12, "no memory")
 
-    assert group.together(lambda: group.rank, doing="counting") == group.rank
+    assert group.run_collective(lambda: group.rank, action="counting") == group.rank
     text = "stepping failed on rank 2 of 3: OSError: [Errno 12] no memory"
-    assert call_outcome(group.together, step, doing="stepping")[:2] == ["CreationFailed", text]
+    assert call_outcome(group.run_collective, step, action="stepping")[:2] == [
+        "CreationFailed",
+        text,
+    ]
 
 
 @on_ranks(3, "threads")
@@ -141,7 +144,7 @@ def test_a_rank_that_dies_is_named_at_once(group, victim):
     group.barrier()
     if group.rank == victim:
         die()
-    vote, gather = partial(group.vote, None, doing="on"), partial(group.all_gather, 1)
+    vote, gather = partial(group.vote, None, action="on"), partial(group.all_gather, 1)
     for call in (gather, group.barrier, vote, partial(group.exchange_fds, 0)):
         with raises_soon(RendezvousFailed, rf"rank {victim} \(pid .*died"):
             call()

@@ -17,7 +17,7 @@ import weft
 from tests.baseline import open_files
 from tests.ranks import on_ranks
 from weft.errors import RendezvousFailed, SetupError
-from weft.group.liveness import Liveness, lifelong_pipe
+from weft.group.liveness import Liveness, create_lifetime_pipe
 
 
 def replaced(place: Any, name: str, error: Exception) -> pytest.MonkeyPatch:
@@ -86,7 +86,7 @@ def test_no_death_is_reported_after_close() -> None:
         for each in processes[:2]:
             each.kill()
             each.wait()
-        liveness = Liveness(peers, {}, lifelong_pipe(), close_at_once)
+        liveness = Liveness(peers, {}, create_lifetime_pipe(), close_at_once)
         made.set()
         reported.get(timeout=600.0)
         liveness._thread.join(600.0)
@@ -105,17 +105,17 @@ def test_a_pipe_reports_a_death_before_the_process_ends() -> None:
         peers = {rank: os.pidfd_open(process.pid) for rank in (1, 2)} | {3: os.pidfd_open(last.pid)}
         pipes, kept = {}, {}
         for rank in (1, 2):
-            pipes[rank], kept[rank] = lifelong_pipe()
-        liveness = Liveness(peers, pipes, lifelong_pipe(), reported.put)
+            pipes[rank], kept[rank] = create_lifetime_pipe()
+        liveness = Liveness(peers, pipes, create_lifetime_pipe(), reported.put)
         os.write(kept[1], b".")
         os.close(kept[1])
         os.close(kept[2])
         assert reported.get(timeout=600.0) == 2
-        assert not liveness.ended(2)
+        assert not liveness.has_ended(2)
         process.kill()
         assert reported.get(timeout=600.0) == 1
         process.wait()
-        assert liveness.ended(1)
+        assert liveness.has_ended(1)
         last.kill()  # heard after what ended before
         assert reported.get(timeout=600.0) == 3
         liveness.close()

@@ -203,7 +203,7 @@ def test_peers_leave_no_descriptor():
     assert open_files() == before
 
 
-@pytest.mark.parametrize("ends", ["end", "close"])
+@pytest.mark.parametrize("ends", ["abort", "close"])
 def test_the_process_that_started_the_ranks_can_end_the_meeting(meeting, ends):
     """The reason reaches rank 0, an admitted rank, one not yet admitted, and a late one.
 
@@ -221,7 +221,7 @@ def test_the_process_that_started_the_ranks_can_end_the_meeting(meeting, ends):
             assert answer(half)["fail"] == why
         assert "the meeting is over" in str(gather(meeting, 2, 4, LONG))
         assert time.monotonic() - started < SOON
-    meeting.end("it is over already")
+    meeting.abort("it is over already")
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
@@ -243,12 +243,12 @@ def test_the_reason_of_a_rank_that_raises_reaches_all_before_its_socket_ends(
         elif args[1].rank != leaver or "peer" not in args[2].body:
             return real(*args)
         else:  # all have come: one that comes later only hears that the meeting is over
-            args[2].drop()
+            args[2].close_fd()
         raise ValueError("no memory for it")
 
     if leaver == 0:
         monkeypatch.setattr(Meeting, "connect", connected)
-        monkeypatch.setattr(real, "_serve", fails)
+        monkeypatch.setattr(real, "_handle_event", fails)
     else:
         monkeypatch.setitem(meet.__globals__, "_handle_hub_message", fails)
 

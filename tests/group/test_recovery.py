@@ -52,7 +52,7 @@ class Operator:
     def peer_ended(self, rank: int) -> None:
         self.asked.append(("ended", rank))
 
-    def announce_leave(self, why: str, *, settled: bool = False) -> None:
+    def announce_leave(self, reason: str, *, drain: bool = False) -> None:
         pass
 
     def suspected_ranks(self) -> set[int]:
@@ -61,8 +61,8 @@ class Operator:
     def progress(self, rank: int) -> None:
         return None
 
-    def leave_for_mismatch(self, why: str) -> None:
-        self.asked.append(why)
+    def leave_for_mismatch(self, reason: str) -> None:
+        self.asked.append(reason)
 
     def quiesce(self) -> None:
         self.asked.append("quiesce")

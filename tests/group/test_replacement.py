@@ -234,13 +234,13 @@ def test_a_partly_met_process_is_admitted_by_no_rank(group, how):
     if group.rank > 0:
         plane.receive = late
     meeting, process = begin(group, meets_some, 3, how)
-    meet_again = group._recovery._meet_again
+    meet_again = group._recovery._connect_newcomers
 
     def noted(*args):
         met.append(meet_again(*args))
         return met[0]
 
-    group._recovery._meet_again = noted
+    group._recovery._connect_newcomers = noted
     start_may_take_long()
     wait = {"dies": LONG, "stops": 2.0, "rank 0 gives up": 4.0 if group.rank else 1.0}[how]
     if how == "rank 0 gives up" and group.rank == 0:
@@ -252,7 +252,7 @@ def test_a_partly_met_process_is_admitted_by_no_rank(group, how):
         group.replace(meeting, timeout=wait)
     end_now(process)
     plane.receive = take
-    del group._recovery._meet_again
+    del group._recovery._connect_newcomers
     recover(group, 3)
     assert group.all_gather(bool(met)) == [True, False, False, None]
     take_in(group, operator)
@@ -264,14 +264,14 @@ def test_a_survivor_that_times_out_still_admits_the_process(group):
     operator = Operator(group)
     lose(group, 3)
     meeting, process = begin(group, lives_on, 3)
-    move = group._recovery._take_in
+    move = group._recovery._admit_newcomers
 
     def late(*args):
         time.sleep(2.5)
         return move(*args)
 
     if group.rank > 0:
-        group._recovery._take_in = late
+        group._recovery._admit_newcomers = late
     start_may_take_long()
     kind = RendezvousFailed if group.rank else RecoveryFailed
     text = "rank 0 gave up waiting" if group.rank else "neither called recover"

@@ -144,9 +144,9 @@ def rank_that_reads(meeting, data, *, hub):
     with contextlib.closing(theirs), contextlib.closing(control):
         try:
             if hub:
-                built_for: dict[str, Any] = {"abi": ABI, "size": 3, "device": "cpu"}
-                with module._Hub(Meeting(1, meeting.nonce), control, built_for, Peers()) as rank:
-                    rank.greeting[ours] = None
+                build_info: dict[str, Any] = {"abi": ABI, "size": 3, "device": "cpu"}
+                with module._Hub(Meeting(1, meeting.nonce), control, build_info, Peers()) as rank:
+                    rank.unverified[ours] = None
                     rank._read_hello(ours)
             else:
                 local = Meeting(0, meeting.nonce)
@@ -284,7 +284,7 @@ def test_the_hub_keeps_a_bounded_number_of_silent_strangers(meeting, monkeypatch
 PARTS = st.fixed_dictionaries(
     {},
     optional={
-        **{"era": st.just(0) | JSON_VALUES, "n": st.just(0) | JSON_VALUES},
+        **{"recovery_id": st.just(0) | JSON_VALUES, "n": st.just(0) | JSON_VALUES},
         "op": st.just("test") | st.just("exchange_fds") | JSON_VALUES,
         **dict.fromkeys(("value", "fail", "bye"), JSON_VALUES),
     },
@@ -303,18 +303,18 @@ def plane():
 
 @pytest.mark.parametrize("call", ["gather", "exchange_fds"])
 def test_any_message_of_a_rank_raises_a_typed_error(call):
-    deep = b'{"era":0,"op":"test","n":0,"value":' + b"[" * 900 + b"]" * 900 + b"}"
+    deep = b'{"recovery_id":0,"op":"test","n":0,"value":' + b"[" * 900 + b"]" * 900 + b"}"
     met: set[str] = set()
 
     @settings(max_examples=200, deadline=None, database=None)
     @given(MESSAGES, st.sampled_from([0, 0, 1]))
-    @example(b'{"era":0,"op":"test","n":0,"value":5}', 0)
-    @example(b'{"era":0,"op":"exchange_fds","n":0}', 1)
-    @example(b'{"era":0,"op":"exchange_fds","n":0}', 0)
-    @example(b'{"era":0,"op":"test","n":0,"value":5}', 1)
+    @example(b'{"recovery_id":0,"op":"test","n":0,"value":5}', 0)
+    @example(b'{"recovery_id":0,"op":"exchange_fds","n":0}', 1)
+    @example(b'{"recovery_id":0,"op":"exchange_fds","n":0}', 0)
+    @example(b'{"recovery_id":0,"op":"test","n":0,"value":5}', 1)
     @example(deep, 0)
-    @example(b'{"era":0,"fail":7}', 0)
-    @example(b'{"era":0,"fail":["\\ud800"]}', 0)
+    @example(b'{"recovery_id":0,"fail":7}', 0)
+    @example(b'{"recovery_id":0,"fail":["\\ud800"]}', 0)
     @example(b'{"bye":"\\ud800"}', 1)
     def talk(data, descriptors):
         with plane() as (control, theirs):
@@ -340,7 +340,7 @@ def test_any_message_of_a_rank_raises_a_typed_error(call):
 
 def test_the_first_cause_stays_when_a_broken_group_is_aborted():
     with plane() as (control, theirs):
-        theirs.send(b'{"era":0,"fail":"the first cause"}')
+        theirs.send(b'{"recovery_id":0,"fail":"the first cause"}')
         with pytest.raises(RendezvousFailed, match="the first cause"):
             control.gather("test", None, LONG)
         control.abort("a later reason")
@@ -354,7 +354,7 @@ def test_a_peer_that_does_not_read_is_named_at_the_deadline():
         with contextlib.suppress(BlockingIOError):
             while True:
                 control.peers[0].send(b"x" * 1000, socket.MSG_DONTWAIT)
-        theirs.send(b'{"era":0,"op":"test","n":0,"value":5}')
+        theirs.send(b'{"recovery_id":0,"op":"test","n":0,"value":5}')
         with pytest.raises(RendezvousFailed, match=r"rank 0 \(pid 7\) did not read its part of t"):
             control.gather("test", None, 0.2)
 
@@ -363,8 +363,8 @@ def test_a_peer_that_does_not_read_is_named_at_the_deadline():
 def test_a_failure_of_a_later_call_does_not_undo_this_one(call):
     """All parts have arrived when the peer times out on this rank, in this call or the next."""
     with plane() as (control, theirs):
-        theirs.send(b'{"era":0,"op":"test","n":0,"value":5}')
-        theirs.send(b'{"era":0,"n":%d,"fail":"rank 2 is late"}' % call)
+        theirs.send(b'{"recovery_id":0,"op":"test","n":0,"value":5}')
+        theirs.send(b'{"recovery_id":0,"n":%d,"fail":"rank 2 is late"}' % call)
         if call == 1:
             assert control.gather("test", 6, 5.0) == [5, 6]
         with pytest.raises(RendezvousFailed, match="rank 2 is late"):

@@ -40,7 +40,7 @@ def test_torch_groups_both_ways(group):
         with pytest.raises(InvalidArgument, match="this group spans several machines"):
             other.exchange_fds(0)
         with pytest.raises(CreationFailed, match="^it failed on rank 1 of 2: OSError: x$"):
-            other.vote(OSError("x") if group.rank else None, doing="it")
+            other.vote(OSError("x") if group.rank else None, action="it")
         with pytest.raises(GeometryMismatch):
             other.agree(group.rank, what="it")
     group.close()
@@ -111,14 +111,14 @@ def test_threads_have_no_torch_group(group):
 
 
 def test_only_known_devices(monkeypatch):
-    assert hosts.default_device("cpu") == torch.device("cpu")
+    assert hosts.resolve_device("cpu") == torch.device("cpu")
     with pytest.raises(InvalidArgument, match='weft runs on "cpu" and "cuda"'):
-        hosts.default_device("meta")
+        hosts.resolve_device("meta")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name, value in (("is_available", True), ("device_count", 2), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     for device, expected in ((None, "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")):
-        assert hosts.default_device(device) == torch.device(expected)
+        assert hosts.resolve_device(device) == torch.device(expected)
 
 
 @pytest.mark.parametrize(("second", "backend"), [("GPU-b", "nccl"), ("GPU-a", "gloo")])

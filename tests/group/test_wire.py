@@ -12,13 +12,13 @@ from tests.baseline import NESTED, open_files
 from weft.group.wire import (
     TEXT_LIMIT,
     VALUE_LIMIT,
-    Gone,
-    Malformed,
+    Disconnected,
+    MalformedMessage,
     decode,
     encode,
     receive,
+    sanitize_text,
     send,
-    text_of,
 )
 
 
@@ -104,7 +104,7 @@ def test_invalid_messages_are_refused_without_a_leak(pair, data, text, count):
             left.send(data)
         if count == 2 and len(data) < 50_000:
             text = "more than one descriptor"
-        with pytest.raises(Malformed, match=text):
+        with pytest.raises(MalformedMessage, match=text):
             receive(right, trusted=False)
     assert open_files() == before
 
@@ -117,11 +117,11 @@ def test_memory_is_read_only_from_trusted_peers_and_bounded(pair):
         os.truncate(memory, size)
         with_fds(left, b"@", memory)
         os.close(memory)
-        with pytest.raises(Malformed, match=text):
+        with pytest.raises(MalformedMessage, match=text):
             receive(right)
     reads, writes = os.pipe()
     with_fds(left, b"@", reads)  # nothing that could be waited for
-    with pytest.raises(Malformed, match="cannot be read"):
+    with pytest.raises(MalformedMessage, match="cannot be read"):
         receive(right)
     os.close(reads)
     os.close(writes)
@@ -139,9 +139,9 @@ def test_only_valid_json_is_encoded_and_decoded():
 
 
 def test_any_text_of_a_peer_can_be_printed():
-    assert text_of("aé\ud800b") == r"aé\ud800b"
-    assert text_of([1, "\udfff", None]) == r"[1, '\udfff', None]"
-    assert len(text_of("x" * 10**6)) == TEXT_LIMIT
+    assert sanitize_text("aé\ud800b") == r"aé\ud800b"
+    assert sanitize_text([1, "\udfff", None]) == r"[1, '\udfff', None]"
+    assert len(sanitize_text("x" * 10**6)) == TEXT_LIMIT
 
 
 def test_last_words_are_read_before_the_end(pair):
@@ -152,7 +152,7 @@ def test_last_words_are_read_before_the_end(pair):
     left.close()
     assert taken(right).body == {"bye": None}
     for _ in range(2):
-        with pytest.raises(Gone):
+        with pytest.raises(Disconnected):
             receive(right)
-        with pytest.raises(Gone):
+        with pytest.raises(Disconnected):
             send(right, b"{}")

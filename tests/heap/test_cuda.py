@@ -6,7 +6,7 @@ import torch
 
 from tests.baseline import open_files
 from tests.ranks import on_ranks
-from weft.cuda.memory import tensor_at
+from weft.cuda.memory import tensor_from_address
 from weft.errors import CreationFailed
 from weft.heap.heap import Heap
 
@@ -42,7 +42,7 @@ def test_host_and_device_share_the_mailbox(group):
     with Heap.create(group, 64) as heap:
         page = heap.mailbox.view()
         page[3] = 7
-        seen = tensor_at(heap.mailbox.device, 4096, group.device, page)
+        seen = tensor_from_address(heap.mailbox.device, 4096, group.device, page)
         seen[9] = 5
         torch.cuda.synchronize()
         assert (int(seen[3]), page[9], heap.mailbox.host % 4096) == (7, 5, 0)

@@ -185,7 +185,7 @@ def let_go(group, fake, how):
 def test_freeing_memory_does_not_break_captures(install, monkeypatch, how):
     """Free by close, by the collector, or with the last view; the thread's mode is restored."""
     fake = install()
-    monkeypatch.setattr(cuda, "tensor_at", cpu_tensor_at)
+    monkeypatch.setattr(cuda, "tensor_from_address", cpu_tensor_at)
     names, done = run(fake, let_go, how, ranks=1)[0]
     assert done == [fake.modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL]
     frees = [n for n in names if n.startswith("cuMem") and n != "cuMemRelease"]
@@ -194,9 +194,9 @@ def test_freeing_memory_does_not_break_captures(install, monkeypatch, how):
     assert "cuCtxSynchronize" not in names
 
 
-def cpu_tensor_at(address, count, device, keeper):
+def cpu_tensor_at(address, count, device, owner):
     """Return a tensor over existing memory that keeps its keeper alive."""
-    return torch.frombuffer(cpu.make_buffer(PAGE_ADDRESS, count, keeper), dtype=torch.uint8)
+    return torch.frombuffer(cpu.make_buffer(PAGE_ADDRESS, count, owner), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_machines_with_fabric_handles_reach_each_other(install, fabric, reached)
 def test_fabric_support_is_reported(install):
     for fabric in (False, True):
         fake = install(fabric=fabric)
-        assert cuda.fabric_works(torch.device("cuda:0")) is fabric
+        assert cuda.supports_fabric(torch.device("cuda:0")) is fabric
         assert (fake.left(), fake.unsafe) == ({}, [])
 
 

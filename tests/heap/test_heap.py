@@ -278,7 +278,7 @@ def test_a_forked_child_may_close_its_copy(group):
 
 LEFT_OPEN = """
 import torch
-from weft.cuda.memory import tensor_at
+from weft.cuda.memory import tensor_from_address
 from weft.group.group import Group
 from weft.heap.heap import Heap
 from weft.group.meeting import Meeting
@@ -288,7 +288,7 @@ group = Group.from_meeting(Meeting.open(), rank=0, size=1, device=cpu, timeout=5
 heap = Heap.create(group, 4096)
 view = heap.tensor((4,), torch.int32).fill_(1)
 page = heap.mailbox.view()
-other = tensor_at(heap.base, 64, cpu, heap)
+other = tensor_from_address(heap.base, 64, cpu, heap)
 cycle = [heap, view, other]
 cycle.append(cycle)
 """
@@ -419,7 +419,7 @@ class Owner:
 def test_a_tensor_over_an_address_sees_the_memory_and_keeps_its_owner():
     memory, owner = (ctypes.c_ubyte * 64)(*range(64)), Owner()
     gone, address = weakref.ref(owner), ctypes.addressof(memory)
-    tensor = cuda.tensor_at(address, 64, torch.device("cpu"), owner)
+    tensor = cuda.tensor_from_address(address, 64, torch.device("cpu"), owner)
     assert tensor.dtype is torch.uint8
     assert tensor.tolist() == list(range(64))
     view = tensor[8:24].view(torch.int32)

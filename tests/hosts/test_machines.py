@@ -106,7 +106,7 @@ def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> 
 
     domains: the machines of each; all are of one where nobody says.
     """
-    where, whole = hosts.this_host(), group.process_group()
+    where, whole = hosts.get_host_identity(), group.process_group()
     domain = {boot: each for each in domains or ["".join(boots)] for boot in each}
     own = [r for r, boot in enumerate(boots) if domain[boot] == domain[boots[group.rank]]]
 
@@ -121,7 +121,9 @@ def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> 
         return [fds[rank] for rank in own]
 
     patch = pytest.MonkeyPatch()
-    patch.setattr("weft.group.hosts.this_host", lambda: {**where, "boot": boots[group.rank]})
+    patch.setattr(
+        "weft.group.hosts.get_host_identity", lambda: {**where, "boot": boots[group.rank]}
+    )
     patch.setattr("weft.group.group.group_by_host", group_hosts)
     # To the end of the process, whose groups over torch are all of this: heaps are made later.
     pytest.MonkeyPatch().setattr(TorchControl, "exchange_fds", exchange_fds)
@@ -165,7 +167,7 @@ def test_a_domain_of_machines_matches_the_reference(group: weft.Group, boots: st
         with pytest.raises(InvalidArgument, match="a group of 2 machines cannot recover"):
             domain.recover()
         with pytest.raises(InvalidArgument, match="it takes ranks of one machine, and these are o"):
-            domain.one_machine("it", fix="leave it out")
+            domain.require_one_machine("it", fix="leave it out")
 
 
 @on_ranks(4, "cpu")

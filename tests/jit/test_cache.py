@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from weft.errors import SetupError
-from weft.jit.cache import Cache, default_path, key_of
+from weft.jit.cache import Cache, build_key, default_path
 from weft.jit.source import INCLUDE_ROOT
 
 META = {"name": "thing", "kind": "cubin", "arch": "sm_90a", "compiler": "NVRTC 13.0"}
-KEY = key_of(entry="int x;")
+KEY = build_key(entry="int x;")
 OTHER_USER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 
@@ -70,14 +70,14 @@ def refuses(words: str, use: Callable[[], object]) -> None:
 
 def test_key_depends_on_every_part_and_on_its_name() -> None:
     keys = {
-        key_of(entry="a", options=["b", "c"]),
-        key_of(entry="a", options=["bc"]),
-        key_of(entry="a", options="bc"),
-        key_of(entry="a", headers=["b", "c"]),
-        key_of(entry="b", options=["b", "c"]),
+        build_key(entry="a", options=["b", "c"]),
+        build_key(entry="a", options=["bc"]),
+        build_key(entry="a", options="bc"),
+        build_key(entry="a", headers=["b", "c"]),
+        build_key(entry="b", options=["b", "c"]),
     }
     assert len(keys) == 5
-    assert key_of(x="1", y="2") == key_of(y="2", x="1")
+    assert build_key(x="1", y="2") == build_key(y="2", x="1")
 
 
 def test_an_entry_is_built_once_described_and_private(cache: Cache) -> None:
@@ -175,10 +175,10 @@ def test_a_build_that_raises_leaves_the_entry_free(cache: Cache) -> None:
 
 
 def test_entries_are_listed_and_cleared_and_nothing_else(cache: Cache) -> None:
-    keys = [key_of(entry=str(i)) for i in range(3)]
+    keys = [build_key(entry=str(i)) for i in range(3)]
     for i, key in enumerate(keys):
         cache.fetch(key, (b"x" * (i + 1)).__bytes__, {**META, "name": f"thing{i}"})
-    for name in (f"{key_of(entry='damaged')}.data", "notes.json"):
+    for name in (f"{build_key(entry='damaged')}.data", "notes.json"):
         (cache.path / name).write_text("{}")
     (cache.path / f"{KEY}.00ff.tmp").touch()  # of a builder that was killed
     result = cache.entries()
@@ -266,7 +266,7 @@ def test_a_link_is_followed_once_and_its_target_checked(tmp_path: Path) -> None:
 
 def renamed_entry(path: Path) -> None:
     """Return the unchanged entry of another key."""
-    other = key_of(entry="other")
+    other = build_key(entry="other")
     store(Cache(path.parent), other, b"other code")
     (path.parent / f"{other}.data").replace(path)
 

@@ -46,27 +46,27 @@ def test_each_call_passes_struct_grid_block_and_stream_as_they_are_now(fake: Dri
 
 def test_attributes_of_a_launch(fake: Driver) -> None:
     for options, names in (
-        ({"programmatic": True}, ["CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"]),
+        ({"use_pdl": True}, ["CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"]),
         ({"cluster": 7}, ["CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"]),
         ({"cluster": 1}, []),
     ):
         Launcher(kernel(), Args, **options)(Args(), (1, 1, 1), 32, 0)
         assert fake.launches[-1].attributes == names
-    Launcher(kernel(), Args, programmatic=True, cluster=2)(Args(), (1, 1, 1), 32, 0)
+    Launcher(kernel(), Args, use_pdl=True, cluster=2)(Args(), (1, 1, 1), 32, 0)
     assert len(fake.launches[-1].attributes) == 2
 
 
 def test_how_many_clusters_fit(fake: Driver) -> None:
     loaded = CudaModule(b"cubin", name="sums")
-    assert loaded.resident_clusters("sum", 128, 7) == 16
+    assert loaded.get_max_active_clusters("sum", 128, 7) == 16
     (asked,) = fake.named("cuOccupancyMaxActiveClusters")
     assert (asked[2].blockDimX, asked[2].gridDimX) == (128, 7)
     assert asked[2].attrs[0].value.clusterDim.x == 7
     fake.fails["cuOccupancyMaxActiveClusters"] = fake.real.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE
-    assert loaded.resident_clusters("sum", 128, 7) == 0
+    assert loaded.get_max_active_clusters("sum", 128, 7) == 0
     fake.fails["cuOccupancyMaxActiveClusters"] = fake.real.CUresult.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(DriverError, match="clusters of 7 x 128 threads of 'sum'"):
-        loaded.resident_clusters("sum", 128, 7)
+        loaded.get_max_active_clusters("sum", 128, 7)
 
 
 def test_refused_launch_names_kernel_grid_and_block(fake: Driver) -> None:
@@ -189,7 +189,7 @@ def test_on_a_gpu(tmp_path: Path, record_property: Callable[[str, object], None]
     function = code.function("fill", shared=65536)
     assert function.argument_bytes == ctypes.sizeof(Args)
     stream = torch.cuda.current_stream().cuda_stream
-    for value, options in enumerate(({}, {"programmatic": True}), start=1):
+    for value, options in enumerate(({}, {"use_pdl": True}), start=1):
         Launcher(function, Args, **options)(
             Args(x=x.data_ptr(), n=1000, value=value), (4, 1, 1), 256, stream
         )

@@ -57,7 +57,7 @@ def test_a_failing_unload_tries_every_step(fake: Driver) -> None:
 
 
 def test_permanent_code_allocates_no_fence(fake: Driver) -> None:
-    CudaModule(b"cubin", name="code", stays=True)
+    CudaModule(b"cubin", name="code", permanent=True)
     assert fake.named("cuMemAlloc") == []
 
 
@@ -68,7 +68,7 @@ def test_dropped_code_is_unloaded_after_its_last_kernel(fake: Driver) -> None:
     assert fake.named("cuModuleUnload") == []
     del kernel
     assert len(fake.named("cuModuleUnload")) == len(fake.named("cuMemFree")) == 1
-    CudaModule(b"cubin", name="code", stays=True)
+    CudaModule(b"cubin", name="code", permanent=True)
     CudaModule(b"cubin", name="code").unload()
     assert len(fake.named("cuModuleUnload")) == 2
     assert fake.unsafe == []

@@ -291,19 +291,22 @@ def test_an_echo_that_names_a_returned_rank_comes_before_other_echoes():
         Report.from_error(2, PeerTimeout("rank 2, dispatch: rank 1 did not publish epoch 1")),
     ]
     for rank, when in enumerate((20.0, 10.0, 30.0)):
-        reports[rank].when = when
+        reports[rank].timestamp = when
     text = str(launch_error(reports, 3, 1.0))
     assert text.startswith("rank 2 of 3 raised PeerTimeout")
     assert "Rank 1 had returned from its function 20.00 s before: every rank must" in text
-    reports[1].when = 40.0  # it returned after: that is no reason
+    reports[1].timestamp = 40.0  # it returned after: that is no reason
     assert "had returned" not in str(launch_error(reports, 3, 1.0))
 
 
 def test_a_mismatch_blames_no_rank_for_waiting():
     error = GeometryMismatch("hidden differs: rank 0 has 8 and rank 1 has 16")
-    assert Report.from_error(0, error).blamed == ()
-    assert Report.from_error(0, PeerTimeout("rank 0: rank 3 and rank 1 (rank 3)")).blamed == (3, 1)
-    assert Report.from_error(0, ValueError("rank 1")).blamed == ()
+    assert Report.from_error(0, error).blamed_ranks == ()
+    assert Report.from_error(0, PeerTimeout("rank 0: rank 3 and rank 1 (rank 3)")).blamed_ranks == (
+        3,
+        1,
+    )
+    assert Report.from_error(0, ValueError("rank 1")).blamed_ranks == ()
 
 
 @pytest.mark.parametrize("explicit", [True, False])
@@ -312,7 +315,7 @@ def test_an_error_that_follows_from_an_echo_is_an_echo(explicit):
     error.__cause__, error.__context__ = late if explicit else None, late
     error.__suppress_context__ = explicit
     report, cause = Report.from_error(0, error), Report.from_error(1, KeyError("mine"))
-    assert cause.when >= report.when
+    assert cause.timestamp >= report.timestamp
     assert "rank 1 of 2 raised KeyError" in str(launch_error([report, cause], 2, 1.0))
 
 
@@ -330,7 +333,7 @@ def test_a_failure_prefers_causes_over_echoes_and_early_over_late():
         Report.from_error(1, ValueError("late")),
         Report.from_error(2, ValueError("early")),
     )
-    early.when -= 10.0
+    early.timestamp -= 10.0
     reports = [echo, late, early, Report(3, "returned")]
     assert "rank 2 of 4 raised ValueError: early" in str(launch_error(reports, 4, 1.0))
     reports = [echo, Report(1, "returned")]
@@ -471,7 +474,7 @@ def test_kill_9_leaves_no_process_and_no_name(victims, tmp_path):
 PROGRAM = """
 import os, resource, sys
 import weft
-from weft.launcher.launch import files_of
+from weft.launcher.launch import count_open_files
 
 def where(group):
     with weft.Heap.create(group, 4096):
@@ -485,7 +488,7 @@ if __name__ == "__main__":
             weft.launch(where, ranks=2, device=device)
         except weft.errors.SetupError as error:
             print(error)
-        need = len(os.listdir("/proc/self/fd")) + files_of(4, device)
+        need = len(os.listdir("/proc/self/fd")) + count_open_files(4, device)
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, 4096))
         print(weft.launch(where, ranks=4, device=device) == [weft.__file__] * 4)
 """

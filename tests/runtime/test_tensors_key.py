@@ -36,7 +36,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 PLACES = 3
 
 
-def key_of(place: int, make: Callable[[], Any]) -> object:
+def build_key(place: int, make: Callable[[], Any]) -> object:
     tensors: list[Any] = [dense() for _ in range(PLACES)]
     tensors[place] = make()
     key, addresses = tensors_key(tensors)
@@ -55,8 +55,8 @@ def test_equal_tensors_elsewhere_have_an_equal_key():
 
 
 def test_each_difference_at_each_position_changes_the_key():
-    keys = [key_of(0, dense)]
-    keys += [key_of(place, make) for place in range(PLACES) for make in OTHERS.values()]
+    keys = [build_key(0, dense)]
+    keys += [build_key(place, make) for place in range(PLACES) for make in OTHERS.values()]
     assert len(set(keys)) == len(keys)
 
 

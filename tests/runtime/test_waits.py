@@ -21,7 +21,7 @@ X, IDS = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 2], [1, 3]])
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(logs, "REMIND_AFTER", 0.4)
+    monkeypatch.setattr(logs, "FIRST_LOG_SECONDS", 0.4)
 
 
 def waits(caplog, *, rank=0):

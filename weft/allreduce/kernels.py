@@ -114,7 +114,9 @@ class CudaReduceKernels(CudaKernels):
         key = (name, threads, cluster)
         if key not in self._resident:
             self._resident[key] = cluster * min(
-                self._module.resident_clusters(self._program.kernel(name + end), threads, cluster)
+                self._module.get_max_active_clusters(
+                    self._program.kernel(name + end), threads, cluster
+                )
                 for end in ("", MOE)
             )
         return self._resident[key]

@@ -29,7 +29,7 @@ from weft.errors import InvalidArgument
 from weft.group import Group
 from weft.group.wire import JSON
 from weft.heap.header import ErrorRecord
-from weft.keywords import internal, refuse_unknown
+from weft.keywords import internal, reject_unknown
 from weft.runtime.ambient import as_creation
 from weft.runtime.check import check_tokens
 from weft.runtime.identity import BACKENDS, describe_reduce
@@ -99,7 +99,7 @@ class AllReduce(Operator):
 
         def prepare() -> tuple[ReduceConfig, Kernels]:
             check_bools(programmatic_launch=programmatic_launch)
-            group.one_host("an all-reduce")
+            group.require_one_host("an all-reduce")
             self.backends = _checked_backends(backends, check_choice("missing", missing, MISSING))
             config = ReduceConfig.from_args(
                 ranks=group.size,
@@ -182,7 +182,7 @@ class AllReduce(Operator):
             GroupError: the group is broken, or ranks made different calls.
         """
         if _unknown:
-            refuse_unknown(self.fused, _unknown)
+            reject_unknown(self.fused, _unknown)
         requested = (out, residual_out, norm_out, quant_out, scale_out)
         call = FusedCall(x, residual, weight, *requested, quant, prologue, eps, weight_bias)
         if torch.compiler.is_dynamo_compiling():

@@ -26,7 +26,7 @@ from weft.heap import Heap
 from weft.heap.header import header_bytes
 from weft.hosts.config import HostSpan
 from weft.hosts.exchange import Exchange, ManyHosts, open_rail
-from weft.keywords import internal, refuse_unknown
+from weft.keywords import internal, reject_unknown
 from weft.placement import ExpertRankMixin
 from weft.runtime import library
 from weft.runtime.ambient import as_creation
@@ -206,7 +206,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
             GroupError: the group is broken.
         """
         if _unknown:
-            refuse_unknown(self.dispatch, _unknown)
+            reject_unknown(self.dispatch, _unknown)
         tensors = (x,) if isinstance(x, torch.Tensor) else as_tensors("x", x)
         if torch.compiler.is_dynamo_compiling():
             self.traced_tokens = topk_ids.shape[0]
@@ -273,7 +273,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
             GroupError: the group is broken.
         """
         if _unknown:
-            refuse_unknown(self.combine, _unknown)
+            reject_unknown(self.combine, _unknown)
         if torch.compiler.is_dynamo_compiling():
             return traced.combine(self, y, out, add)
         return self._combine("combine", y, out, add)
@@ -303,7 +303,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
             rows: As in `dispatch`.
         """
         if _unknown:
-            refuse_unknown(self.dispatch_send, _unknown)
+            reject_unknown(self.dispatch_send, _unknown)
         self._check_split_phase("dispatch_send")
         tensors, entry = as_tensors("x", x), "dispatch_send"
         self._dispatch(entry, tensors, topk_ids, topk_weights, num_tokens, stats, rows)

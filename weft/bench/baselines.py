@@ -147,8 +147,8 @@ def measure_on_rank(group: Group, case: Case, baseline: Baseline) -> dict[str, A
     """
     os.environ.update(NO_MULTICAST)
     sizes = baseline.supported_sizes(case)
-    library = group.together(
-        lambda: baseline.create(group, case, max(sizes)), doing=f"making {baseline.name}"
+    library = group.run_collective(
+        lambda: baseline.create(group, case, max(sizes)), action=f"making {baseline.name}"
     )
     result: dict[str, Any] = {"status": MEASURED, "method": "", "samples_us": {}}
     for tokens in sizes:

@@ -15,7 +15,7 @@ import torch
 from weft.bench.machine import query_nvidia_smi, read_driver_version
 from weft.cli.findings import Finding, Line, Status, basic_lines, line
 from weft.cuda.driver import call_driver, load_driver
-from weft.cuda.memory import fabric_works
+from weft.cuda.memory import supports_fabric
 from weft.distribution import install_hint
 from weft.errors import DriverError, WeftError
 from weft.group import Group
@@ -177,7 +177,7 @@ def _domain() -> str:
     """Report the hosts that fabric handles reach. Not every GPU and machine supports them."""
     reach = "one host"
     if gpu_count():
-        if fabric_works(torch.device("cuda:0")):
+        if supports_fabric(torch.device("cuda:0")):
             reach = "all hosts that it joins"
         else:
             reach += ": no fabric handle can be created here, which needs an IMEX channel"

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.distribution import check_torch, foreign_parts, torch_version
+from weft.distribution import check_torch, find_foreign_installs, torch_version
 from weft.errors import SetupError, TorchTooOld
 
 Status: TypeAlias = Literal["ok", "warn", "fail"]
@@ -46,7 +46,7 @@ def basic_lines() -> Iterator[Line]:
     version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     good = sys.version_info[:2] >= MIN_PYTHON and platform.system() == "Linux"
     yield line("python", good, version, "weft needs Linux and Python 3.11 or newer")
-    foreign = foreign_parts()
+    foreign = find_foreign_installs()
     if foreign:
         detail = f"of another project: {', '.join(foreign)}"
         remedy = (

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from weft.arguments import check_int, format_value, raise_invalid
 from weft.errors import InvalidArgument
 from weft.group import Group
-from weft.group.hosts import Exchange, connect_machine, default_device
+from weft.group.hosts import Exchange, connect_machine, resolve_device
 
 TIMEOUT = 120.0  # seconds for the rendezvous, and for each later control message
 
@@ -77,7 +77,7 @@ def lease_group(
     """
     if isinstance(caller_group, Group):
         _compare(rank, size, caller_group.rank, caller_group.size, "group")
-        return caller_group.one_host("this workspace"), lambda: None
+        return caller_group.require_one_host("this workspace"), lambda: None
     if caller_group is not None and not isinstance(caller_group, dist.ProcessGroup):
         raise_invalid(
             "group", caller_group, "a weft.Group, which weft.launch makes, or a process group"
@@ -115,14 +115,14 @@ def _create_group(
             _compare(rank, size, *actual, where)
         group = Group.from_torch(process_group, timeout=TIMEOUT)
     try:
-        return group.one_host("this workspace")
+        return group.require_one_host("this workspace")
     except InvalidArgument:
         group.close()
         raise
 
 
 def _meet(exchange: Exchange, rank: int, size: int) -> Group:
-    device = default_device(None)
+    device = resolve_device(None)
     control = connect_machine(exchange, rank, size, device.type, TIMEOUT)
     return Group(control, device=device, timeout=TIMEOUT)
 

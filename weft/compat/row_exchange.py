@@ -89,8 +89,8 @@ class RowExchange:
         try:
             with self.a2a.group.creation() as creation:
                 creation.add_heap(self.a2a.heap)
-                self.a2a.group.together(
-                    lambda: created.append(make()), doing="preparing an exchange of rows"
+                self.a2a.group.run_collective(
+                    lambda: created.append(make()), action="preparing an exchange of rows"
                 )
         except BaseException:
             for each in created:

@@ -43,11 +43,11 @@ def load_driver() -> Any:
         ) from error
 
 
-def call_driver(name: str, *args: Any, doing: str = "") -> Any:
+def call_driver(name: str, *args: Any, action: str = "") -> Any:
     """Call a driver function and return its value, a tuple of values, or None.
 
     Raises:
-        DriverError: names the call, what weft was `doing`, the reason and the fix.
+        DriverError: names the call, what weft was `action`, the reason and the fix.
     """
     api = load_driver()
     try:
@@ -58,12 +58,12 @@ def call_driver(name: str, *args: Any, doing: str = "") -> Any:
         ) from error
     if int(status) != 0:
         arguments = ", ".join(str(a) if isinstance(a, int) else type(a).__name__ for a in args)
-        before = f"{doing}: " if doing else ""
-        raise DriverError(f"{before}{name}({arguments}) failed: {error_text(status)}")
+        before = f"{action}: " if action else ""
+        raise DriverError(f"{before}{name}({arguments}) failed: {describe_status(status)}")
     return values[0] if len(values) == 1 else tuple(values) or None
 
 
-def error_text(status: Any) -> str:
+def describe_status(status: Any) -> str:
     """Return a driver status as name, number, the driver's text and, if known, the fix."""
     known, words = load_driver().cuGetErrorString(status)
     name = getattr(status, "name", "unknown error")

@@ -81,8 +81,10 @@ _delete = _Deleter(_release)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_delete))
 
 
-def tensor_at(address: int, count: int, device: torch.device, keeper: object) -> torch.Tensor:
-    """Return a uint8 tensor [count] over `address`; it and its views keep `keeper` alive.
+def tensor_from_address(
+    address: int, count: int, device: torch.device, owner: object
+) -> torch.Tensor:
+    """Return a uint8 tensor [count] over `address`; it and its views keep `owner` alive.
 
     It goes through DLPack, which states the device of a tensor. `__cuda_array_interface__` does
     not: torch asks the driver and gets the GPU that holds the memory. It would then copy a peer's
@@ -97,7 +99,7 @@ def tensor_at(address: int, count: int, device: torch.device, keeper: object) ->
     managed.tensor.shape = ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64))
     managed.deleter = _delete
     managed_address = ctypes.addressof(managed)
-    _alive[managed_address] = (managed, shape, keeper)
+    _alive[managed_address] = (managed, shape, owner)
     try:
         return from_dlpack(_new_capsule(managed_address, _CAPSULE_NAME, None))
     except BaseException:
@@ -172,7 +174,7 @@ class DeviceShares:
                 self._properties(kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
                 api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
             )
-            fabric = self._fabric_works()
+            fabric = self._supports_fabric()
         return {
             "uuid": bytes(call_driver("cuDeviceGetUuid", device).bytes).hex(),
             "name": f"cuda:{self._ordinal} ({name})",
@@ -282,9 +284,9 @@ class DeviceShares:
                 call_driver("cuMemsetD8Async", own, 0, self._mapped, self._stream)
                 call_driver("cuStreamSynchronize", self._stream)
 
-    def view(self, address: int, count: int, keeper: object) -> torch.Tensor:
-        """Return a uint8 tensor [count] over `address` that keeps `keeper` alive."""
-        return tensor_at(address, count, self._torch_device, keeper)
+    def view(self, address: int, count: int, owner: object) -> torch.Tensor:
+        """Return a uint8 tensor [count] over `address` that keeps `owner` alive."""
+        return tensor_from_address(address, count, self._torch_device, owner)
 
     def read(self, address: int, count: int) -> bytes:
         """Return a copy of `count` bytes. Kernels may run meanwhile."""
@@ -380,7 +382,7 @@ class DeviceShares:
                 "driver and a container that let processes share GPU memory"
             ) from error
 
-    def _fabric_works(self) -> bool:
+    def _supports_fabric(self) -> bool:
         """Whether a fabric handle can be made and imported. The attribute alone does not tell."""
         api = load_driver()
         attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
@@ -455,7 +457,7 @@ def find_reachable_ranks(
             shares.free()
 
 
-def fabric_works(device: torch.device) -> bool:
+def supports_fabric(device: torch.device) -> bool:
     """Whether other hosts can map a GPU's memory. Raises DriverError or HandleUnsupported."""
     shares = DeviceShares(device, 0, 1, 1)
     try:

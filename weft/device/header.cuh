@@ -221,7 +221,7 @@ struct alignas(128) Header {
     alignas(128) u64 waiting_ns;          // time of the last check of a wait; peers read it
     u32 looked;                           // 16 us period of that check; one wait claims it
     alignas(128) CallRecord call;         // the latest one
-    alignas(128) u8 last_words[512];      // why this rank left, in UTF-8, for the notified peers
+    alignas(128) u8 exit_reason[512];     // why this rank left, in UTF-8, for the notified peers
     alignas(128) Fault fault;
     alignas(128) Record ring[ring_records];
     alignas(128) Timeline timelines[ring_timelines];

@@ -341,7 +341,7 @@ class HopperLaunch:
         self._device = torch.cuda.current_device()
         shape = GemmShape.from_call(call, plan)
         function = load(shape)
-        self._launcher = Launcher(function, GemmArgs, programmatic=programmatic, cluster=2)
+        self._launcher = Launcher(function, GemmArgs, use_pdl=programmatic, cluster=2)
         self._arguments = Arguments(call)
         clusters = plan.max_m_blocks(rows, experts) * -(-n // CLUSTER_N)
         # CTAs that could share an SM may be placed on different ones, so num_sms limits the CTAs.
@@ -460,7 +460,7 @@ def _load(shape: GemmShape) -> Function:
             "captured; call it once before capturing"
         )
     with loading_context(torch.cuda.current_device()):
-        module = CudaModule(shape.compile(current_arch()), name="grouped_gemm", stays=True)
+        module = CudaModule(shape.compile(current_arch()), name="grouped_gemm", permanent=True)
         (shared,) = numbers_of(module.global_bytes(SHARED))
         return module.function(NAME, shared=shared)
 

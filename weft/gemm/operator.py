@@ -31,7 +31,7 @@ from weft.gemm.config import (
     fastest_plan,
 )
 from weft.gemm.config import plan as triton_plan
-from weft.keywords import refuse_unknown
+from weft.keywords import reject_unknown
 from weft.reference import quantize
 from weft.runtime.ambient import without_autocast
 from weft.runtime.check import (
@@ -126,7 +126,7 @@ def grouped_gemm(
         InvalidArgument: an argument is invalid.
     """
     if _unknown:
-        refuse_unknown(grouped_gemm, _unknown)
+        reject_unknown(grouped_gemm, _unknown)
     if not isinstance(epilogue, Store | Gated | Push):
         raise_invalid("epilogue", epilogue, "a Store, Gated, GatedQuant or Push of weft.gemm")
     if plan is not None and not isinstance(plan, GemmPlan | WgmmaPlan):

@@ -32,16 +32,16 @@ from typing import NamedTuple
 from weft.errors import RecoveryFailed
 from weft.group.control import ControlPlane
 from weft.group.liveness import Liveness
-from weft.group.pages import check_sealed, map_shared, sealed_memfd, unmap
-from weft.logs import Reminder
+from weft.group.pages import check_sealed, create_sealed_memfd, map_shared, unmap
+from weft.logs import WaitLogTimer
 
 _SET_BITS = 32  # ranks of a set in one word
-SLOTS = 2
+ROUND_BUFFERS = 2
 _PAGE = mmap.PAGESIZE
 SUSPECT_SECONDS = 0.5  # a suspect that has not published by then is killed
 _POLL_SECONDS = 0.0005  # between two reads of the pages
 _ROUND_LIMIT = (1 << 31) - 1
-_KEEP = 1 << _SET_BITS
+_ADMIT_BIT = 1 << _SET_BITS
 _log = logging.getLogger(__name__)
 _ROUND_SHIFT = _SET_BITS + 1
 
@@ -75,15 +75,15 @@ class Decision(NamedTuple):
 
     round: int
     dead: frozenset[int]
-    keep: bool
+    admit: bool
 
 
 class Agreement:
     """Pages of this rank and its peers. Owns the mappings.
 
-    A word of a page holds, from the top bit down, 31 bits of the round, the bit `keep`, and 32 bits
-    of the set. More than 32 ranks take several words. A peer accepts them when all of them hold the
-    round, so it never mixes words of two rounds.
+    A word of a page holds, from the top bit down, 31 bits of the round, the bit `admit`, and 32
+    bits of the set. More than 32 ranks need several words. A peer accepts the words only when all
+    of them hold the current round, so it never mixes words of two rounds.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class Agreement:
         self._round = 0
         self._published = False  # in this round, which is not over
         self._dead: frozenset[int] = frozenset()
-        self._keep = False
+        self._admit = False
         self._words = -(-self._size // _SET_BITS)  # that a set takes
         self._pages: dict[int, int] = {}
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as opened:
             undo.callback(self.close)
-            own = sealed_memfd("weft-page", _PAGE)
+            own = create_sealed_memfd("weft-page", _PAGE)
             opened.callback(os.close, own)
             self._pages[self._rank] = map_shared(own, _PAGE, writable=True)
             peers = exchange(own)
@@ -127,7 +127,9 @@ class Agreement:
                 self._pages[peer] = map_shared(fd, _PAGE, writable=False)
             undo.pop_all()
 
-    def decide(self, suspects: Collection[int], deadline: float, *, keep: bool = False) -> Decision:
+    def decide(
+        self, suspects: Collection[int], deadline: float, *, admit: bool = False
+    ) -> Decision:
         """Return the decision of the survivors. Collective.
 
         A call that raises at its deadline can be repeated; it continues in the same round.
@@ -142,7 +144,7 @@ class Agreement:
                 took a living one for dead.
         """
         if not self._published:
-            self._keep = keep
+            self._admit = admit
         while True:
             if not self._published:
                 self._publish()
@@ -153,12 +155,12 @@ class Agreement:
             }
             if wrong:
                 raise RecoveryFailed(
-                    f"{self._names(wrong)} took a living rank for dead, and so lost descriptors by "
-                    f"which it would know (os.closerange?): {_end_it(wrong)}"
+                    f"{self._format_ranks(wrong)} took a living rank for dead: descriptors of its "
+                    f"group were closed (os.closerange?); {_suggest_kill(wrong)}"
                 )
-            own = self._dead, self._keep
+            own = self._dead, self._admit
             self._dead = self._dead.union(gone, *(dead for dead, _ in published.values()))
-            self._keep = self._keep and all(keep for _, keep in published.values())
+            self._admit = self._admit and all(admit for _, admit in published.values())
             if not gone and all(each == own for each in published.values()):
                 return Decision(self._round, *own)
 
@@ -170,14 +172,14 @@ class Agreement:
 
     def _publish(self) -> None:
         others = set(range(self._size)) - {self._rank} - self._dead
-        self._dead |= {rank for rank in others if self._processes.ended(rank)}
+        self._dead |= {rank for rank in others if self._processes.has_ended(rank)}
         self._round += 1
         if self._round > _ROUND_LIMIT:
             raise RecoveryFailed(f"this group has recovered {_ROUND_LIMIT} times; make a new one")
-        tag = self._round << _ROUND_SHIFT | (_KEEP if self._keep else 0)
+        tag = self._round << _ROUND_SHIFT | (_ADMIT_BIT if self._admit else 0)
         bits = sum(1 << rank for rank in self._dead)
-        for i, word in enumerate(self._slot(self._rank)):
-            word.value = tag | (bits >> i * _SET_BITS & _KEEP - 1)
+        for i, word in enumerate(self._round_words(self._rank)):
+            word.value = tag | (bits >> i * _SET_BITS & _ADMIT_BIT - 1)
         self._published = True
 
     def _collect(
@@ -187,12 +189,12 @@ class Agreement:
         waiting = set(range(self._size)) - {self._rank} - self._dead
         published: dict[int, tuple[frozenset[int], bool]] = {}
         gone: set[int] = set()
-        reminder = Reminder()
+        reminder = WaitLogTimer()
         # Per round: a suspect may have published in the last one.
         kill_at = min(time.monotonic() + SUSPECT_SECONDS, deadline)
         while True:
             for rank in sorted(waiting):
-                ended = self._processes.ended(rank)  # first: after its end its page is final
+                ended = self._processes.has_ended(rank)  # first: after its end its page is final
                 entry = self._read(rank)
                 if entry is not None:
                     published[rank] = entry
@@ -208,18 +210,18 @@ class Agreement:
                 for rank in waiting.intersection(suspects):
                     self._kill(rank)
             if now >= deadline:
-                raise RecoveryFailed(self._late(waiting))
+                raise RecoveryFailed(self._format_late(waiting))
             if (waited := reminder.due()) is not None:
                 _log.warning(
                     "rank %d has waited %.0f s in recover for %s, which neither called it nor "
-                    "ended",
-                    *(self._rank, waited, self._names(waiting)),
+                    "has_ended",
+                    *(self._rank, waited, self._format_ranks(waiting)),
                 )
             time.sleep(_POLL_SECONDS)
 
     def _read(self, rank: int) -> tuple[frozenset[int], bool] | None:
         """Return what a rank has published in this round, or None."""
-        words = [word.value for word in self._slot(rank)]
+        words = [word.value for word in self._round_words(rank)]
         rounds = [word >> _ROUND_SHIFT for word in words]
         if max(rounds) > self._round:
             raise RecoveryFailed(
@@ -228,17 +230,17 @@ class Agreement:
             )
         if min(rounds) < self._round:
             return None
-        bits = sum((word & _KEEP - 1) << i * _SET_BITS for i, word in enumerate(words))
+        bits = sum((word & _ADMIT_BIT - 1) << i * _SET_BITS for i, word in enumerate(words))
         dead = frozenset(each for each in range(self._size) if bits >> each & 1)
-        return dead, bool(words[0] & _KEEP)
+        return dead, bool(words[0] & _ADMIT_BIT)
 
-    def _slot(self, rank: int) -> list[ctypes.c_uint64]:
+    def _round_words(self, rank: int) -> list[ctypes.c_uint64]:
         """Return the words of a rank's page in this round; each is loaded and stored atomically."""
-        first = self._pages[rank] + 8 * self._words * (self._round % SLOTS)
+        first = self._pages[rank] + 8 * self._words * (self._round % ROUND_BUFFERS)
         return [ctypes.c_uint64.from_address(first + 8 * i) for i in range(self._words)]
 
     def _is_alive(self, rank: int) -> bool:
-        return rank == self._rank or not self._processes.ended(rank)
+        return rank == self._rank or not self._processes.has_ended(rank)
 
     def _kill(self, rank: int) -> None:
         try:
@@ -249,14 +251,13 @@ class Agreement:
                 f"({error.strerror}): end its process, then call recover again"
             ) from error
 
-    def _late(self, waiting: set[int]) -> str:
-        return (
-            f"{self._names(waiting)} neither called recover nor ended in time: {_end_it(waiting)}"
-        )
+    def _format_late(self, waiting: set[int]) -> str:
+        names = self._format_ranks(waiting)
+        return f"{names} neither called recover nor ended in time: {_suggest_kill(waiting)}"
 
-    def _names(self, ranks: set[int]) -> str:
+    def _format_ranks(self, ranks: set[int]) -> str:
         return ", ".join(self._name(rank) for rank in sorted(ranks))
 
 
-def _end_it(ranks: set[int]) -> str:
+def _suggest_kill(ranks: set[int]) -> str:
     return f"end the process, or call recover again with suspects={sorted(ranks)} to have it killed"

@@ -29,17 +29,17 @@ from weft.errors import OutOfOrder, RendezvousFailed
 from weft.group import wire
 from weft.group.wire import (
     JSON,
-    AtLimit,
-    Gone,
-    Malformed,
+    DescriptorLimit,
+    Disconnected,
+    MalformedMessage,
     Message,
     decode,
     encode,
     encode_value,
+    sanitize_text,
     send,
-    text_of,
 )
-from weft.logs import Reminder
+from weft.logs import WaitLogTimer
 
 _log = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ class Control(Protocol):
     def current_call(self, rank: int) -> str | None:
         """Return the control call in which a peer waits for this rank, or None. Any thread."""
 
-    def abort(self, why: str) -> None:
+    def abort(self, reason: str) -> None:
         """Break the group: later calls and, if possible, a blocked one raise. Any thread."""
 
-    def close(self, why: str | None = None) -> None:
+    def close(self, reason: str | None = None) -> None:
         """Leave. Never waits. Peers that wait for this rank get the reason if there is one."""
 
 
@@ -95,7 +95,7 @@ class ControlPlane:
         self.peers: dict[int, socket.socket] = {}
         self._owner = os.getpid()
         self._busy = threading.Lock()
-        self._era = 0  # of messages: what a broken call left in a socket has an older one
+        self._recovery_id = 0  # of messages: what a broken call left in a socket has an older one
         self._sequence = -1  # number of the last call
         self._broken: str | None = None
         self._closed = False
@@ -109,7 +109,7 @@ class ControlPlane:
 
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]:
         """See `Control.gather`."""
-        body = encode_value(op, value, larger="through a Heap")
+        body = encode_value(op, value, alternative="through a Heap")
         with self._collective():
             messages = self._exchange(op, b',"value":' + body, timeout)
         values = {rank: message.body["value"] for rank, message in messages.items()}
@@ -128,22 +128,22 @@ class ControlPlane:
         fds = {rank: message.fd for rank, message in messages.items()} | {self.rank: own}
         return [fds.get(rank) for rank in range(self.size)]
 
-    def resume(self, era: int, living: set[int]) -> None:
-        """Continue among `living` after a recovery with the number `era`, equal on all ranks."""
+    def resume(self, recovery_id: int, living: set[int]) -> None:
+        """Continue among `living` after the recovery `recovery_id`, which is equal on all ranks."""
         for rank in set(self.peers) - living:
             self.peers.pop(rank).close()
-        self._era = era
+        self._recovery_id = recovery_id
         self._sequence = 0
         self._broken = None
 
-    def leave(self, why: str) -> None:
-        """Raise `why` in every call until `resume`, here and on peers that wait for this rank."""
-        self._broken = self._broken or why
-        self._notify({"era": self._era, "fail": text_of(why)})
+    def leave(self, reason: str) -> None:
+        """Raise `reason` in calls until `resume`, here and on peers that wait for this rank."""
+        self._broken = self._broken or reason
+        self._notify({"recovery_id": self._recovery_id, "fail": sanitize_text(reason)})
 
-    def interrupt(self, ranks: Collection[int], why: str) -> None:
-        """Raise `why` on these ranks if they wait in a call, whatever rank they wait for."""
-        self._notify({"era": self._era, "fail": text_of(why)}, ranks)
+    def interrupt(self, ranks: Collection[int], reason: str) -> None:
+        """Raise `reason` on these ranks if they wait in a call, whatever rank they wait for."""
+        self._notify({"recovery_id": self._recovery_id, "fail": sanitize_text(reason)}, ranks)
 
     def name(self, rank: int) -> str:
         """Return a rank with its process id, if known, for errors."""
@@ -153,9 +153,9 @@ class ControlPlane:
         """See `Control.pid`."""
         return self.pids[rank] or None
 
-    def abort(self, why: str) -> None:
+    def abort(self, reason: str) -> None:
         """See `Control.abort`. A blocked call raises at once."""
-        self._broken = self._broken or why
+        self._broken = self._broken or reason
         if os.getpid() != self._owner:  # a forked child shares the sockets of its parent
             return
         for rank in self.peers:
@@ -177,17 +177,19 @@ class ControlPlane:
         Later calls raise it too, so the first cause is the one that is reported.
         """
         self._broken = text
-        self._notify({"era": self._era, "n": self._sequence, "fail": text_of(text)})
+        self._notify(
+            {"recovery_id": self._recovery_id, "n": self._sequence, "fail": sanitize_text(text)}
+        )
         raise RendezvousFailed(text)
 
     def raise_peer_error(self, rank: int, op: str) -> NoReturn:
         """Raise the last error that a disconnected peer reported."""
         while (message := self.receive(rank, op)) is not None:
-            message.drop()
+            message.close_fd()
         self.fail(f"{self.name(rank)} broke the protocol in {op}: it reads no more")
 
-    def close(self, why: str | None = None) -> None:
-        """See `Control.close`. Ranks that wait for this one now or later raise `why`."""
+    def close(self, reason: str | None = None) -> None:
+        """See `Control.close`. Ranks that wait for this one now or later raise `reason`."""
         if self._closed:
             return
         self._closed = True
@@ -195,7 +197,7 @@ class ControlPlane:
             for connection in self.peers.values():
                 last.callback(connection.close)  # fails if other code has closed its descriptor
             if os.getpid() == self._owner:  # a forked child must not speak for its parent
-                self._notify({"bye": None if why is None else text_of(why)})
+                self._notify({"bye": None if reason is None else sanitize_text(reason)})
 
     def _exchange(
         self, op: str, part: bytes, timeout: float, *, fd: int | None = None
@@ -205,9 +207,9 @@ class ControlPlane:
         `part` is the JSON that the message has beside its call. `fd` is its descriptor.
         """
         deadline = time.monotonic() + timeout
-        call = encode({"era": self._era, "op": op, "n": self._sequence})
+        call = encode({"recovery_id": self._recovery_id, "op": op, "n": self._sequence})
         data = call[:-1] + part + b"}"
-        unsent, received, reminder = set(self.peers), dict[int, Message](), Reminder()
+        unsent, received, reminder = set(self.peers), dict[int, Message](), WaitLogTimer()
         try:
             while True:
                 for rank in sorted(unsent):
@@ -231,17 +233,17 @@ class ControlPlane:
                     poller.register(
                         self.peers[rank], awaited | (select.POLLOUT if rank in unsent else 0)
                     )
-                poller.poll(remaining_ms(reminder.earlier(deadline)))
+                poller.poll(remaining_ms(reminder.next_wakeup(deadline)))
         except BaseException:
             for message in received.values():
-                message.drop()
+                message.close_fd()
             raise
 
     def _send(self, rank: int, op: str, data: bytes, fd: int | None, unsent: set[int]) -> None:
         try:
             if send(self.peers[rank], data, fd):
                 unsent.remove(rank)
-        except Gone:
+        except Disconnected:
             self.raise_peer_error(rank, op)
         except OSError as error:
             self.fail(f"{self.name(rank)} cannot be sent its part of {op}: {error}")
@@ -257,18 +259,22 @@ class ControlPlane:
         try:
             while (message := wire.receive(self.peers[rank])) is not None:
                 body = message.body
-                if "bye" not in body and body.get("era") == self._era and "fail" not in body:
+                if (
+                    "bye" not in body
+                    and body.get("recovery_id") == self._recovery_id
+                    and "fail" not in body
+                ):
                     return message
-                message.drop()
+                message.close_fd()
                 if "bye" in body:
                     self.fail(self._farewell(rank, body["bye"], op))
-                if body.get("era") == self._era:
-                    self.fail(text_of(body["fail"]))
-        except Gone:
+                if body.get("recovery_id") == self._recovery_id:
+                    self.fail(sanitize_text(body["fail"]))
+        except Disconnected:
             self.fail(self._broken or f"{self.name(rank)} died while the group was in {op}")
-        except AtLimit as error:
+        except DescriptorLimit as error:
             self.fail(f"{self.name(self.rank)} cannot take its part of {op}: {error}")
-        except (Malformed, OSError) as error:
+        except (MalformedMessage, OSError) as error:
             self.fail(f"{self.name(rank)} broke the protocol in {op}: {error}")
         return None
 
@@ -278,9 +284,11 @@ class ControlPlane:
         A peer that fails in a later call has received all parts of this one.
         """
         for rank, connection in self.peers.items():
-            with contextlib.suppress(OSError, Malformed):  # the message belongs to the next call
+            with contextlib.suppress(
+                OSError, MalformedMessage
+            ):  # the message belongs to the next call
                 body = decode(connection.recv(1 << 15, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-                call = {"era": self._era, "n": self._sequence}
+                call = {"recovery_id": self._recovery_id, "n": self._sequence}
                 if isinstance(body, dict) and "fail" in body and call.items() <= body.items():
                     self.receive(rank, op)
 
@@ -289,10 +297,10 @@ class ControlPlane:
         connection = self.peers.get(rank)
         if connection is None:
             return None
-        with contextlib.suppress(OSError, Malformed):
+        with contextlib.suppress(OSError, MalformedMessage):
             body = decode(connection.recv(1 << 15, socket.MSG_PEEK | socket.MSG_DONTWAIT))
             if isinstance(body, dict) and isinstance(body.get("op"), str):
-                return text_of(body["op"])[:100]
+                return sanitize_text(body["op"])[:100]
         return None
 
     def _log_wait(
@@ -306,10 +314,10 @@ class ControlPlane:
         missing = [rank for rank in waiting if rank not in messages]
         places = self.describe_activity(missing, self.current_call)
         names = [f"{self.name(rank)} {places.get(rank, '')}".strip() for rank in missing or waiting]
-        doing = "enter it" if missing else "read its part of it"
+        action = "enter it" if missing else "read its part of it"
         _log.warning(
             "rank %d has waited %.0f s of at most %g s in %s for ranks to %s: %s",
-            *(self.rank, waited, timeout, op, doing, "; ".join(names)),
+            *(self.rank, waited, timeout, op, action, "; ".join(names)),
         )
 
     def _late(
@@ -324,7 +332,7 @@ class ControlPlane:
     def _check(self, rank: int, message: Message, op: str, value: bool) -> None:
         body = message.body
         if body.get("op") != op or body.get("n") != self._sequence:
-            theirs = f"{text_of(body.get('op'))} (call {text_of(body.get('n'))})"
+            theirs = f"{sanitize_text(body.get('op'))} (call {sanitize_text(body.get('n'))})"
             self.fail(
                 f"rank {self.rank} is in {op} (call {self._sequence}) and {self.name(rank)} is in "
                 f"{theirs}: every rank must make the same calls in the same order"
@@ -335,10 +343,11 @@ class ControlPlane:
                 f"{self.name(rank)} broke the protocol in {op}: it sent {other}, not {expected}"
             )
 
-    def _farewell(self, rank: int, why: Any, op: str) -> str:
-        if why is None:
+    def _farewell(self, rank: int, reason: Any, op: str) -> str:
+        if reason is None:
             return f"{self.name(rank)} closed its group while the others were in {op}"
-        return f"{self.name(rank)} left the group while the others were in {op}: {text_of(why)}"
+        text = sanitize_text(reason)
+        return f"{self.name(rank)} left the group while the others were in {op}: {text}"
 
     def _notify(self, body: JSON, ranks: Collection[int] | None = None) -> None:
         for rank, connection in self.peers.items():

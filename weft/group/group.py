@@ -21,19 +21,19 @@ from weft.group.agreement import Recovery
 from weft.group.control import Control, ControlPlane
 from weft.group.hosts import (
     Topology,
-    break_rail,
+    abort_rail,
     connect_machine,
-    default_device,
     group_by_host,
     group_by_machine,
     open_process_groups,
     report_location,
+    resolve_device,
 )
 from weft.group.meeting import Meeting, meet
 from weft.group.membership import Lifecycle, Roster
 from weft.group.messages import Creation, Messages
 from weft.group.recovery import GroupRecovery
-from weft.group.torch_groups import OwnProcessGroup, TorchControl
+from weft.group.torch_groups import ManagedProcessGroup, TorchControl
 from weft.group.wire import JSON
 from weft.keywords import internal
 from weft.shape import MAX_RANKS
@@ -79,7 +79,7 @@ class Group:
         self.job_machines = machines if job_machines is None else job_machines
         self._threads = threads
         self._process_group = process_group
-        self._own: OwnProcessGroup | None = None
+        self._own: ManagedProcessGroup | None = None
         self._local: Group | None = None  # where there are several hosts
         self._topology = Topology((tuple(range(self.size)),))
         self._roster = Roster(self.rank, self.size)
@@ -147,7 +147,7 @@ class Group:
             Meeting.from_address(meeting) if isinstance(meeting, str) else meeting,
             rank=rank,
             size=size,
-            device=default_device(device),
+            device=resolve_device(device),
             timeout=timeout,
         )
         try:
@@ -184,7 +184,7 @@ class Group:
             InvalidArgument: torch.distributed is not initialised, or this process is no member.
             RendezvousFailed: the ranks do not meet, or hosts have different numbers of ranks.
         """
-        timeout, place = check_seconds("timeout", timeout), default_device(device)
+        timeout, place = check_seconds("timeout", timeout), resolve_device(device)
         group = dist.group.WORLD if process_group is None else process_group
         if group is None:
             raise InvalidArgument(
@@ -248,8 +248,8 @@ class Group:
             control = connect_machine(exchange, place, count, self.device.type, self.timeout)
             self._recovery.watch(control, ranks)
 
-        doing = f"meeting on one machine, its ranks {list(ranks)} numbered from 0,"
-        self.together(meet_on_machine, doing=doing)
+        action = f"meeting on one machine, its ranks {list(ranks)} numbered from 0,"
+        self.run_collective(meet_on_machine, action=action)
 
     def _meet_host(
         self,
@@ -275,8 +275,8 @@ class Group:
                 )
             return local, rail
 
-        doing = f"meeting on one host, its ranks {list(ranks[index])} numbered from 0,"
-        self._local, rail = self.together(meet_on_host, doing=doing)
+        action = f"meeting on one host, its ranks {list(ranks[index])} numbered from 0,"
+        self._local, rail = self.run_collective(meet_on_host, action=action)
         # torch numbers the ranks of the rail by rank, which need not be the order of hosts.
         world, place = dist.get_process_group_ranks(whole), ranks[index].index(self.rank)
         peers = tuple(world[each[place]] for each in ranks)
@@ -361,7 +361,7 @@ class Group:
         return self._topology.token
 
     @internal
-    def one_host(
+    def require_one_host(
         self,
         what: str,
         *,
@@ -379,7 +379,7 @@ class Group:
         return self
 
     @internal
-    def one_machine(self, what: str, *, fix: str) -> Group:
+    def require_one_machine(self, what: str, *, fix: str) -> Group:
         """Return this group, or raise InvalidArgument if it has several machines.
 
         `what` names the object that needs `recover`, which serves one machine.
@@ -403,9 +403,11 @@ class Group:
         return self._roster.describe_activity(ranks, self._messages.control.current_call)
 
     @internal
-    def elsewhere(self, member: Lifecycle, rank: int) -> tuple[str, dict[str, Lifecycle]]:
-        """Return `Roster.elsewhere`."""
-        return self._roster.elsewhere(member, rank)
+    def find_diverged_operators(
+        self, member: Lifecycle, rank: int
+    ) -> tuple[str, dict[str, Lifecycle]]:
+        """Return `Roster.find_diverged_operators`."""
+        return self._roster.find_diverged_operators(member, rank)
 
     def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:
         """Return every rank's value in rank order; None for a dead rank. Collective.
@@ -432,7 +434,7 @@ class Group:
         self._messages.barrier(timeout=timeout)
 
     def vote(
-        self, error: BaseException | None, *, doing: str, undo: Callable[[], None] | None = None
+        self, error: BaseException | None, *, action: str, undo: Callable[[], None] | None = None
     ) -> None:
         """Continue only if every rank can. Collective.
 
@@ -446,14 +448,14 @@ class Group:
             CreationFailed: a rank passed an error. The same text on every rank, naming the ranks.
             UsageError: every rank passed an error of this same class, so the call is wrong on each.
         """
-        self._messages.vote(error, doing=doing, undo=undo)
+        self._messages.vote(error, action=action, undo=undo)
 
-    def together(self, step: Callable[[], T], *, doing: str) -> T:
+    def run_collective(self, step: Callable[[], T], *, action: str) -> T:
         """Run `step` on every rank, vote on how it went, and return its result. Collective.
 
         Raises as `vote` does, the same on every rank, if `step` raised on any.
         """
-        return self._messages.together(step, doing=doing)
+        return self._messages.run_collective(step, action=action)
 
     def agree(self, value: JSON, *, what: str) -> None:
         """Check that every rank passes an equal `value`; `what` names it in the error. Collective.
@@ -481,7 +483,7 @@ class Group:
         export: Callable[[], int],
         map_fds: Callable[[Mapping[int, int]], None],
         *,
-        doing: str,
+        action: str,
     ) -> None:
         """Pass a descriptor of every rank's share to all ranks, which map them. Collective.
 
@@ -505,13 +507,13 @@ class Group:
                     return fd
 
                 fds = messages.exchange_fds(
-                    messages.together(export_share, doing="exporting memory")
+                    messages.run_collective(export_share, action="exporting memory")
                 )
                 by_rank = {rank: fd for rank, fd in enumerate(fds) if fd is not None}
                 for fd in by_rank.values():
                     opened.callback(os.close, fd)
                 new = {rank: by_rank[rank] for rank in messages.ranks_to_map}
-                messages.together(lambda: map_fds(new), doing=doing)
+                messages.run_collective(lambda: map_fds(new), action=action)
 
         self._messages.record(exchange)
 
@@ -580,7 +582,7 @@ class Group:
                 "weft.Group.from_torch() so that both are the same ranks"
             )
 
-        self._own = OwnProcessGroup(self._messages, self.device)
+        self._own = ManagedProcessGroup(self._messages, self.device)
         self._process_group = self._own.process_group
         return self._process_group
 
@@ -656,14 +658,14 @@ class Group:
         """
         self._recovery.enter(check_seconds("timeout", timeout))
 
-    def abort(self, why: str) -> None:
+    def abort(self, reason: str) -> None:
         """Make every later or blocked control message of this rank raise. Any thread may call it.
 
         Args:
             why: Reason for the error.
         """
-        check_instance("why", why, str)
-        self._messages.control.abort(why)
+        check_instance("reason", reason, str)
+        self._messages.control.abort(reason)
 
     def close(self) -> None:
         """Close sockets and an own torch process group. Local and idempotent; never waits for a
@@ -672,18 +674,18 @@ class Group:
         self.leave(None)
 
     @internal
-    def leave(self, why: str | None) -> None:
+    def leave(self, reason: str | None) -> None:
         """Close; ranks that wait for this one in a control message get the reason at once."""
         if self._recovery.closed:
             return
         self._recovery.closed = True
         for member in self._roster.members().values():
-            member.announce_leave(why or "closed its group", settled=why is None)
-        self._recovery.close(why)
+            member.announce_leave(reason or "closed its group", drain=reason is None)
+        self._recovery.close(reason)
         if self._local is not None:
-            self._local.leave(why)
-            if why is not None:
-                break_rail(self.rail)
+            self._local.leave(reason)
+            if reason is not None:
+                abort_rail(self.rail)
         if self._own is not None:
             self._own.destroy()
             self._own = self._process_group = None

@@ -32,8 +32,8 @@ from weft.errors import InvalidArgument, RendezvousFailed
 from weft.group.control import ControlPlane
 from weft.group.liveness import Peers, process_identity
 from weft.group.meeting import Meeting, meet
-from weft.group.torch_groups import unless_set
-from weft.group.wire import JSON, text_of
+from weft.group.torch_groups import default_env_var
+from weft.group.wire import JSON, sanitize_text
 from weft.shape import MAX_RANKS
 
 HOST = "WEFT_HOST"
@@ -90,7 +90,7 @@ _host_groups: WeakKeyDictionary[dist.ProcessGroup, _HostGroups] = WeakKeyDiction
 _broken_rails: WeakSet[dist.ProcessGroup] = WeakSet()  # that no exchange can use again
 
 
-def default_device(device: torch.device | str | None) -> torch.device:
+def resolve_device(device: torch.device | str | None) -> torch.device:
     """Return the rank's device: the given one, else the current GPU, else the CPU.
 
     Raises:
@@ -121,7 +121,7 @@ def default_device(device: torch.device | str | None) -> torch.device:
     return parsed
 
 
-def this_host() -> dict[str, JSON]:
+def get_host_identity() -> dict[str, JSON]:
     """Return this process's host by its boot id, since containers have host names of their own."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
@@ -154,7 +154,12 @@ def connect_machine(
         with Peers() as peers:
             address = None if own is None else own.address
             reports = exchange(
-                {**this_host(), **process_identity(), "meeting": address, "problem": problem}
+                {
+                    **get_host_identity(),
+                    **process_identity(),
+                    "meeting": address,
+                    "problem": problem,
+                }
             )
             meeting = own or _parse_meeting(reports)
             _check_one_machine(reports)
@@ -181,10 +186,10 @@ def _check_one_machine(reports: list[Any]) -> None:
             )
         if report["network"] != first["network"]:
             raise RendezvousFailed(
-                f"rank 0 on {_named(first)} is in network namespace {text_of(first['network'])}, "
-                f"rank {rank} on {_named(report)} in {text_of(report['network'])}: ranks meet over "
-                "Unix sockets of one network namespace; give their containers one, as those of a "
-                "pod have (--network=host)"
+                f"rank 0 on {_named(first)} is in network namespace "
+                f"{sanitize_text(first['network'])}, rank {rank} on {_named(report)} in "
+                f"{sanitize_text(report['network'])}: ranks meet over Unix sockets of one network "
+                "namespace; let their containers share one (a pod, or --network=host)"
             )
 
 
@@ -195,27 +200,27 @@ def _check_reports(reports: list[Any], names: Sequence[str]) -> None:
             isinstance(report.get(name), str) for name in names
         ):
             raise RendezvousFailed(
-                f"rank {rank} was to send where it runs and sent {report!r:.200}: it is no rank of "
-                "this weft, or somebody else wrote in its place"
+                f"rank {rank} did not report where it runs but sent {report!r:.200}: it runs "
+                "another version of weft, or another program wrote in its place"
             )
 
 
 def _parse_meeting(reports: list[Any]) -> Meeting:
     first = reports[0] if isinstance(reports[0], dict) else {}
     if first.get("problem") is not None:
-        raise RendezvousFailed(text_of(first["problem"]))
+        raise RendezvousFailed(sanitize_text(first["problem"]))
     address = first.get("meeting")
     try:
         return Meeting.from_address(address if isinstance(address, str) else "")
     except InvalidArgument as error:
         raise RendezvousFailed(
-            f"rank 0 was to send where to meet, but {text_of(str(error))}: it is no rank of this "
-            "weft, or somebody else wrote in its place"
+            f"rank 0 did not send a meeting address: {sanitize_text(str(error))}. It runs another "
+            "version of weft, or another program wrote in its place"
         ) from error
 
 
 def _named(report: dict[str, Any]) -> str:
-    return f"{text_of(report['host'])} (boot {text_of(report['boot'])[:8]})"
+    return f"{sanitize_text(report['host'])} (boot {sanitize_text(report['boot'])[:8]})"
 
 
 def report_location(process_group: dist.ProcessGroup, device: torch.device) -> dict[str, JSON]:
@@ -225,7 +230,7 @@ def report_location(process_group: dist.ProcessGroup, device: torch.device) -> d
     """
     groups = _host_groups.get(process_group)
     return {
-        **this_host(),
+        **get_host_identity(),
         "part": os.environ.get(HOST, ""),
         "device": device.type,
         "token": secrets.token_hex(8),
@@ -243,7 +248,7 @@ def group_by_machine(reports: list[Any]) -> list[list[int]]:
     _check_reports(reports, ("host", "boot", "part", "device", "token"))
     for rank, report in enumerate(reports):
         if report["device"] != reports[0]["device"]:  # their next steps would differ
-            kinds = [text_of(reports[r]["device"]) for r in (0, rank)]
+            kinds = [sanitize_text(reports[r]["device"]) for r in (0, rank)]
             raise RendezvousFailed(
                 f"rank 0 has its memory on {kinds[0]} and rank {rank} on {kinds[1]}: pass devices "
                 "of one kind on all ranks"
@@ -297,7 +302,7 @@ def group_by_host(
 def _host_name(reports: list[Any], machines: list[list[int]]) -> str:
     first = reports[machines[0][0]]
     others = f" and {len(machines) - 1} more" if len(machines) > 1 else ""
-    return text_of(first["part"] or first["host"]) + others
+    return sanitize_text(first["part"] or first["host"]) + others
 
 
 def open_process_groups(
@@ -344,13 +349,13 @@ def open_process_groups(
 
     shared = new_group(host)
     # NCCL's watchdog would end the process where weft raises an error.
-    with unless_set("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+    with default_env_var("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         rail = new_group([each[place] for each in ranks], "nccl" if gpus else "gloo")
     _host_groups[whole] = _HostGroups(1 + max(serials), ranks, shared, rail)
     return shared, rail
 
 
-def break_rail(rail: dist.ProcessGroup) -> None:
+def abort_rail(rail: dist.ProcessGroup) -> None:
     """End the exchanges that run on a rail, so that ranks that wait there raise at once."""
     _broken_rails.add(rail)
     if dist.get_backend(rail) != "gloo":

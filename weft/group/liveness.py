@@ -43,8 +43,8 @@ class Liveness:
 
         Args:
             processes: Pidfd of each peer.
-            pipes: Reading end of the `lifelong_pipe` of each peer.
-            own_pipe: Both ends of this process's `lifelong_pipe`.
+            pipes: Reading end of the `create_lifetime_pipe` of each peer.
+            own_pipe: Both ends of this process's `create_lifetime_pipe`.
             on_end: Called in the thread, until `close`, once for each rank whose process ends.
         """
         self._owner = os.getpid()
@@ -57,11 +57,11 @@ class Liveness:
         self._thread = threading.Thread(target=self._watch, name="weft-liveness", daemon=True)
         self._thread.start()
 
-    def ended(self, rank: int) -> bool:
+    def has_ended(self, rank: int) -> bool:
         """Whether the process of a rank has ended. No store of it can arrive after that."""
         return bool(_ended_fds([self._fds[rank]]))
 
-    def fd(self, rank: int) -> int:
+    def pidfd(self, rank: int) -> int:
         """Return the pidfd of a rank. This object keeps it."""
         return self._fds[rank]
 
@@ -104,7 +104,7 @@ class Liveness:
                 os.close(fd)
 
 
-def lifelong_pipe() -> tuple[int, int]:
+def create_lifetime_pipe() -> tuple[int, int]:
     """Return a pipe that ends with this process: the reading end, for peers, and the writing end.
 
     When a process is killed, the kernel closes its highest descriptors first, and those of a GPU
@@ -151,7 +151,7 @@ class Peers:
         except OSError as error:
             self._unseen[rank] = f"pidfd_open: {error.strerror}"
 
-    def hold(self, rank: int, pid: int, fd: int) -> None:
+    def watch_pidfd(self, rank: int, pid: int, fd: int) -> None:
         """Watch a rank by its pidfd `fd`, which is duplicated."""
         self._pids[rank], self._pidfds[rank] = pid, os.dup(fd)
 
@@ -163,7 +163,7 @@ class Peers:
         """Return the pidfd of a rank, or None if it is not watched."""
         return self._pidfds.get(rank)
 
-    def ended(self, rank: int) -> bool:
+    def has_ended(self, rank: int) -> bool:
         """Whether the process of a rank is known to have ended. All that it sent has arrived."""
         fd = self._pidfds.get(rank)
         return rank in self._dead or (fd is not None and bool(_ended_fds([fd])))
@@ -177,7 +177,7 @@ class Peers:
                 f"rank {rank} (pid {self._pids[rank]}) died before all ranks had met"
             )
 
-    def check_ended(self) -> None:
+    def check_repeatedly(self) -> None:
         """Check for 0.5 s, since the process of a rank ends a moment after its connection."""
         until = time.monotonic() + _END_SECONDS
         while self._pidfds and time.monotonic() < until:

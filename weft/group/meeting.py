@@ -13,7 +13,7 @@ connections before it serves its ranks and checks the clock, and ranks wait in t
 
 Three signs of a failed rank reach the hub: the end of its socket, its pidfd if its process is known
 (`Peers`, needed when a forked child holds the socket too), and a message of the process that
-started it (`end`). Before the hub closes, it sends the reason to every connected rank. For a rank
+started it (`abort`). Before the hub closes, it sends the reason to every connected rank. For a rank
 that is stopped but not dead, only the deadline helps.
 """
 
@@ -38,10 +38,20 @@ from typing import Any
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.group.control import ControlPlane, remaining_ms
 from weft.group.liveness import Peers
-from weft.group.wire import JSON, AtLimit, Gone, Malformed, Message, encode, receive, send, text_of
-from weft.logs import Reminder
+from weft.group.wire import (
+    JSON,
+    DescriptorLimit,
+    Disconnected,
+    MalformedMessage,
+    Message,
+    encode,
+    receive,
+    sanitize_text,
+    send,
+)
+from weft.logs import WaitLogTimer
 
-ABI = 4  # of the messages and of the memory layout that peers rely on
+ABI = 5  # of the messages and of the memory layout that peers rely on
 _OP = "the meeting"
 _RETRY_SECONDS = 0.002  # between two tries where no wait is possible
 _CONNECT_SECONDS = 0.1  # of one wait in the kernel for room in the queue of the hub
@@ -141,13 +151,13 @@ class Meeting:
             raise
         return connection
 
-    def end(self, why: str) -> None:
-        """Make every rank that has not met the others raise `why`.
+    def abort(self, reason: str) -> None:
+        """Make every rank that has not met the others raise `reason`.
 
         Call it in a process that started a rank and sees it fail. It does nothing after all have
         met.
         """
-        message = encode({"nonce": self.nonce.hex(), "fail": why})
+        message = encode({"nonce": self.nonce.hex(), "fail": reason})
         for _ in range(_END_TRIES):
             # If all have met, or have failed, no process listens.
             with contextlib.suppress(RendezvousFailed, OSError):
@@ -159,8 +169,8 @@ class Meeting:
                     send(connection, message)
             return
 
-    def close(self, why: str = _OVER) -> None:
-        """Refuse further connections, and send `why` to those that wait. Idempotent.
+    def close(self, reason: str = _OVER) -> None:
+        """Refuse further connections, and send `reason` to those that wait. Idempotent.
 
         Call it in the hub, or in the process that opened the meeting for it.
         """
@@ -172,7 +182,7 @@ class Meeting:
             self.listener.shutdown(socket.SHUT_RDWR)
             for _ in range(socket.SOMAXCONN // _ACCEPTS + 2):
                 for connection in self.accept():
-                    reject(connection, why)
+                    reject(connection, reason)
 
     def accept(self) -> list[socket.socket]:
         """Take connections from the queue and return those of this user; others are closed.
@@ -196,7 +206,7 @@ class Meeting:
             raise
         return ours
 
-    def trusts(self, message: Mapping[str, Any]) -> bool:
+    def has_valid_nonce(self, message: Mapping[str, Any]) -> bool:
         """Whether a message shows the nonce, in constant time."""
         shown = message.get("nonce")
         return isinstance(shown, str) and hmac.compare_digest(
@@ -236,13 +246,13 @@ def meet(
         )
     began = time.monotonic()
     control = ControlPlane(rank, size)
-    built_for: dict[str, JSON] = {"abi": ABI, "size": size, "device": device}
+    build_info: dict[str, JSON] = {"abi": ABI, "size": size, "device": device}
     try:
         if rank == meeting.hub:
-            with _Hub(meeting, control, built_for, peers or Peers()) as hub:
+            with _Hub(meeting, control, build_info, peers or Peers()) as hub:
                 hub.gather(began + timeout, timeout)
         else:
-            _join_hub(meeting, control, built_for, timeout, peers or Peers())
+            _join_hub(meeting, control, build_info, timeout, peers or Peers())
     except BaseException as error:
         control.close(str(error) or type(error).__name__)
         raise
@@ -257,25 +267,25 @@ class _Hub:
     """Hub side of a meeting; a context manager that ends the meeting."""
 
     def __init__(
-        self, meeting: Meeting, control: ControlPlane, built_for: dict[str, JSON], peers: Peers
+        self, meeting: Meeting, control: ControlPlane, build_info: dict[str, JSON], peers: Peers
     ) -> None:
         self.meeting = meeting
         self.control = control
-        self.built_for = built_for
+        self.build_info = build_info
         self.peers = peers
         # Connections that have not shown the nonce yet, oldest first.
-        self.greeting: dict[socket.socket, None] = {}
+        self.unverified: dict[socket.socket, None] = {}
         self.met: set[int] = set()  # ranks that have sockets to all others
-        self._reminder = Reminder()
+        self._reminder = WaitLogTimer()
 
     def __enter__(self) -> _Hub:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        why = _OVER if error is None else str(error) or type(error).__name__
-        for connection in self.greeting:
-            reject(connection, why)
-        self.meeting.close(why)
+        reason = _OVER if error is None else str(error) or type(error).__name__
+        for connection in self.unverified:
+            reject(connection, reason)
+        self.meeting.close(reason)
 
     def gather(self, deadline: float, timeout: float) -> None:
         """Admit every rank, then send every two of them a pair of connected sockets.
@@ -292,7 +302,7 @@ class _Hub:
                         f"rank {control.rank} within {timeout:g} s; raise `timeout` if the ranks "
                         f"start that far apart{self.peers.describe_unwatched(missing)}"
                     )
-                self._serve(deadline)
+                self._handle_event(deadline)
             for one, other in itertools.combinations(sorted(control.peers), 2):
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with ours, theirs:
@@ -303,7 +313,7 @@ class _Hub:
                 if time.monotonic() >= deadline:
                     names = ", ".join(map(control.name, missing))
                     control.fail(f"{names} did not take the sockets to the others in time")
-                self._serve(deadline)
+                self._handle_event(deadline)
             for rank in control.peers:
                 self._send(rank, {"met": True}, deadline)
         except OSError as error:
@@ -323,28 +333,28 @@ class _Hub:
     def _admitted(self) -> set[int]:
         return {self.control.rank, *self.control.peers}
 
-    def _serve(self, deadline: float) -> None:
+    def _handle_event(self, deadline: float) -> None:
         """Wait for an event and handle it: a connection, a hello, or the end of a rank."""
         assert self.meeting.listener is not None
         poller = select.poll()
         members = self.control.peers
-        for each in (self.meeting.listener, *self.greeting, *members.values()):
+        for each in (self.meeting.listener, *self.unverified, *members.values()):
             poller.register(each, select.POLLIN)
         for fd in self.peers.pidfds():
             poller.register(fd, select.POLLIN)
-        poller.poll(remaining_ms(self._reminder.earlier(deadline)))
+        poller.poll(remaining_ms(self._reminder.next_wakeup(deadline)))
         # Before their messages are read: what an ended rank sent has arrived.
-        ended = {rank for rank in members if self.peers.ended(rank)}
+        ended = {rank for rank in members if self.peers.has_ended(rank)}
         for rank in members:
             while (message := self.control.receive(rank, _OP)) is not None:
-                message.drop()
+                message.close_fd()
                 self.met.add(rank)
-        self.greeting.update(dict.fromkeys(self.meeting.accept()))
-        for connection in list(self.greeting):
+        self.unverified.update(dict.fromkeys(self.meeting.accept()))
+        for connection in list(self.unverified):
             self._read_hello(connection)
         # A rank sends its hello as soon as it is connected, so the oldest are strangers.
-        for connection in list(self.greeting)[:-_GREETING]:
-            self._refuse(connection, "no hello came, and others wait")
+        for connection in list(self.unverified)[:-_GREETING]:
+            self._reject(connection, "no hello came, and others wait")
         try:
             # The socket of an admitted rank ends with it, unless a forked child has it too.
             self.peers.check(self._admitted() - ended)
@@ -354,17 +364,17 @@ class _Hub:
     def _read_hello(self, connection: socket.socket) -> None:
         try:
             message = receive(connection, trusted=False)
-        except (OSError, Malformed) as error:
-            self._refuse(connection, f"not a rank's hello: {error}")
+        except (OSError, MalformedMessage) as error:
+            self._reject(connection, f"not a rank's hello: {error}")
             return
         if message is None:
             return
-        message.drop()
-        if not self.meeting.trusts(message.body):
-            self._refuse(connection, _NOT_OURS)
+        message.close_fd()
+        if not self.meeting.has_valid_nonce(message.body):
+            self._reject(connection, _NOT_OURS)
             return
-        if "fail" in message.body:  # sent by the launcher (Meeting.end)
-            self.control.fail(text_of(message.body["fail"]))
+        if "fail" in message.body:  # sent by the launcher (`Meeting.abort`)
+            self.control.fail(sanitize_text(message.body["fail"]))
         self._admit(connection, message.body)
 
     def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> None:
@@ -372,28 +382,30 @@ class _Hub:
         control, pid = self.control, peer_credentials(connection)[0]
         rank: Any = hello.get("rank")
         differs = [
-            f"{k} {v!r} and {text_of(repr(hello.get(k)))[:200]}"
-            for k, v in self.built_for.items()
+            f"{k} {v!r} and {sanitize_text(repr(hello.get(k)))[:200]}"
+            for k, v in self.build_info.items()
             if hello.get(k) != v or type(hello.get(k)) is not type(v)
         ]
         known = type(rank) is int and rank in range(control.size)
         if known and rank not in self._admitted() and not differs:
-            del self.greeting[connection]
+            del self.unverified[connection]
             control.add(rank, pid, connection)
-            with contextlib.suppress(Gone):  # the next `_serve` notices
+            with contextlib.suppress(Disconnected):  # the next `_handle_event` notices
                 send(connection, encode_hello(self.meeting, {"pid": os.getpid()}))
             return
-        name = text_of(repr(rank))[:200]
+        name = sanitize_text(repr(rank))[:200]
         if differs:
-            why = f"rank {control.rank} and rank {name} (pid {pid}) disagree: {'; '.join(differs)}"
+            reason = (
+                f"rank {control.rank} and rank {name} (pid {pid}) disagree: {'; '.join(differs)}"
+            )
         else:
             what = "another process has taken" if known else f"is none of {control.size}"
-            why = f"pid {pid} came as rank {name}, which {what}; give every process its own rank"
-        control.fail(why)  # connections without a nonce so far get the reason too
+            reason = f"pid {pid} came as rank {name}, which {what}; give every process its own rank"
+        control.fail(reason)  # connections without a nonce so far get the reason too
 
-    def _refuse(self, connection: socket.socket, why: str) -> None:
-        del self.greeting[connection]
-        reject(connection, why)
+    def _reject(self, connection: socket.socket, reason: str) -> None:
+        del self.unverified[connection]
+        reject(connection, reason)
 
     def _send(
         self, rank: int, body: JSON, deadline: float, end: socket.socket | None = None
@@ -405,21 +417,21 @@ class _Hub:
                 if time.monotonic() >= deadline:
                     control.fail(f"{control.name(rank)} did not take its sockets in time")
                 time.sleep(_RETRY_SECONDS)
-        except Gone:
+        except Disconnected:
             control.raise_peer_error(rank, _OP)
 
 
 def _join_hub(
     meeting: Meeting,
     control: ControlPlane,
-    built_for: dict[str, JSON],
+    build_info: dict[str, JSON],
     timeout: float,
     peers: Peers,
 ) -> None:
     """Connect to the hub and receive from it the sockets to all others."""
     hub, deadline = meeting.hub, time.monotonic() + timeout + _HUB_FIRST
     others = set(range(control.size)) - {hub}  # the hub reports their deaths with the reason
-    reminder = Reminder()
+    reminder = WaitLogTimer()
 
     def log_wait() -> None:
         if (waited := reminder.due()) is not None:
@@ -440,30 +452,30 @@ def _join_hub(
             if time.monotonic() >= deadline:
                 raise RendezvousFailed(f"{late}: it accepts no connections") from None
         except ConnectionRefusedError as error:
-            peers.check_ended()
+            peers.check_repeatedly()
             raise RendezvousFailed(_OVER) from error
         except OSError as error:
             raise RendezvousFailed(f"cannot connect to rank {hub}: {error}") from error
     control.add(hub, 0, connection)
-    with contextlib.suppress(Gone):  # its reason is read below
-        send(connection, encode_hello(meeting, {**built_for, "rank": control.rank}))
+    with contextlib.suppress(Disconnected):  # its reason is read below
+        send(connection, encode_hello(meeting, {**build_info, "rank": control.rank}))
     while True:
-        ended = peers.ended(hub)  # before its last message is read
+        ended = peers.has_ended(hub)  # before its last message is read
         try:
             message = receive(connection, trusted=False)
             if message is not None:
                 if _handle_hub_message(meeting, control, message):
                     return
                 if len(control.peers) == control.size - 1:
-                    with contextlib.suppress(Gone):  # its reason is read next
-                        send(connection, encode({"era": 0, "met": True}))
+                    with contextlib.suppress(Disconnected):  # its reason is read next
+                        send(connection, encode({"recovery_id": 0, "met": True}))
                 continue
-        except Gone:
-            peers.check_ended()
+        except Disconnected:
+            peers.check_repeatedly()
             control.fail(f"{control.name(hub)} died before all ranks had met")
-        except AtLimit as error:
+        except DescriptorLimit as error:
             control.fail(f"{control.name(control.rank)} cannot take its part of {_OP}: {error}")
-        except (Malformed, OSError) as error:
+        except (MalformedMessage, OSError) as error:
             control.fail(f"{control.name(hub)} broke the protocol in {_OP}: {error}")
         if ended:  # a forked child of it keeps the listener and perhaps the sockets
             peers.check(others)
@@ -475,7 +487,7 @@ def _join_hub(
         pidfd = peers.pidfd(hub)
         if pidfd is not None:
             poller.register(pidfd, select.POLLIN)
-        poller.poll(remaining_ms(reminder.earlier(deadline)))
+        poller.poll(remaining_ms(reminder.next_wakeup(deadline)))
 
 
 def _handle_hub_message(meeting: Meeting, control: ControlPlane, message: Message) -> bool:
@@ -487,21 +499,21 @@ def _handle_hub_message(meeting: Meeting, control: ControlPlane, message: Messag
     body, fd = message.body, message.fd
     for key in ("fail", "bye"):
         if key in body:
-            message.drop()
-            control.fail(text_of(body[key]))
+            message.close_fd()
+            control.fail(sanitize_text(body[key]))
     if control.pids[meeting.hub] == 0:
-        message.drop()
-        if not meeting.trusts(body) or type(body.get("pid")) is not int:
+        message.close_fd()
+        if not meeting.has_valid_nonce(body) or type(body.get("pid")) is not int:
             control.fail(f"rank {meeting.hub}: {_NOT_OURS}")
         control.pids[meeting.hub] = body["pid"]
         return False
     if "met" in body and len(control.peers) == control.size - 1:
-        message.drop()
+        message.close_fd()
         return True
     peer, pid = body.get("peer"), body.get("pid")
     if type(peer) is not int or type(pid) is not int or fd is None:
-        message.drop()
-        raise Malformed(f"it sent {body!r:.200} in place of a peer's socket")
+        message.close_fd()
+        raise MalformedMessage(f"it sent {body!r:.200} in place of a peer's socket")
     control.add(peer, pid, socket.socket(fileno=fd))
     return False
 
@@ -511,10 +523,10 @@ def encode_hello(meeting: Meeting, fields: Mapping[str, JSON]) -> bytes:
     return encode({**fields, "nonce": meeting.nonce.hex()})
 
 
-def reject(connection: socket.socket, why: str) -> None:
+def reject(connection: socket.socket, reason: str) -> None:
     """Send the reason and close."""
     with connection, contextlib.suppress(OSError):  # the other end may be gone
-        send(connection, encode({"fail": text_of(why)}))
+        send(connection, encode({"fail": sanitize_text(reason)}))
 
 
 def _is_connected(connection: socket.socket) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol
 from weft.errors import SetupError, WeftError
 from weft.group.agreement import Agreement
 from weft.group.control import ControlPlane
-from weft.group.liveness import Liveness, lifelong_pipe
+from weft.group.liveness import Liveness, create_lifetime_pipe
 
 _SAMPLE = 0.1  # seconds between two readings of a peer's wait clock
 
@@ -47,7 +47,7 @@ class Lifecycle(Protocol):
     def peer_ended(self, rank: int) -> None:
         """Stop waiting for a rank whose process has ended. Called from the watcher's thread."""
 
-    def announce_leave(self, why: str, *, settled: bool = False) -> None:
+    def announce_leave(self, reason: str, *, drain: bool = False) -> None:
         """Notify the peers that this rank begins no more calls.
 
         Args:
@@ -64,7 +64,7 @@ class Lifecycle(Protocol):
         Takes no lock.
         """
 
-    def leave_for_mismatch(self, why: str) -> None:
+    def leave_for_mismatch(self, reason: str) -> None:
         """Leave the group because the ranks' calls differ; peers raise the same text."""
 
     def quiesce(self) -> None:
@@ -133,7 +133,7 @@ class Roster:
                 for member in list(self._members.values()):
                     member.peer_ended(rank)
 
-    def repeat_ends(self, members: Iterable[Lifecycle]) -> None:
+    def renotify_ended(self, members: Iterable[Lifecycle]) -> None:
         """Notify operators that have restarted of deaths since the ranks agreed on the living."""
         with self._lock:
             for rank in self._among_living(self._ended):
@@ -176,7 +176,9 @@ class Roster:
                 places[rank] = "is in no call of this group that waits for others"
         return places
 
-    def elsewhere(self, member: Lifecycle, rank: int) -> tuple[str, dict[str, Lifecycle]]:
+    def find_diverged_operators(
+        self, member: Lifecycle, rank: int
+    ) -> tuple[str, dict[str, Lifecycle]]:
         """Return the name of `member`, and other operators in which `rank` is without this rank.
 
         This rank waits for `rank` in a call of `member`. If both have finished the same calls of
@@ -250,7 +252,7 @@ class Membership:
         self.control = control
         with contextlib.ExitStack() as undo:
             try:
-                own_pipe = lifelong_pipe()
+                own_pipe = create_lifetime_pipe()
                 for fd in own_pipe:
                     undo.callback(os.close, fd)
                 pipes = exchange(own_pipe[0])
@@ -278,10 +280,10 @@ class Membership:
             undo.callback(self.agreement.close)
             self._resources = undo.pop_all()
 
-    def close(self, why: str | None = None) -> None:
+    def close(self, reason: str | None = None) -> None:
         """Release everything. Idempotent; peers that wait for this rank get the reason."""
         with self._resources:
-            self.control.close(why)
+            self.control.close(reason)
 
 
 def _open_own_pidfd() -> int:

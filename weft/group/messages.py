@@ -126,28 +126,28 @@ class Messages:
         self.record(lambda messages: messages.gather("barrier", None, timeout))
 
     def vote(
-        self, error: BaseException | None, *, doing: str, undo: Callable[[], None] | None = None
+        self, error: BaseException | None, *, action: str, undo: Callable[[], None] | None = None
     ) -> None:
         """See `Group.vote`."""
         if error is not None:
             check_instance("error", error, BaseException)
-        check_instance("doing", doing, str)
+        check_instance("action", action, str)
         if undo is not None:
             check_callable("undo", undo, "which gives back what was made")
         try:
             self.record(
-                lambda messages: messages.vote_once(None, doing),
-                lambda: self.vote_once(error, doing),
+                lambda messages: messages.vote_unrecorded(None, action),
+                lambda: self.vote_unrecorded(error, action),
             )
         except BaseException:
             if error is None and undo is not None:
                 undo()
             raise
 
-    def vote_once(
+    def vote_unrecorded(
         self,
         error: BaseException | None,
-        doing: str,
+        action: str,
         timeout: float | None = None,
         *,
         common_error: type[WeftError] = UsageError,
@@ -157,33 +157,33 @@ class Messages:
         If every rank has the same error and it is a `common_error`, that error is raised.
         """
         own = None if error is None else [type(error).__name__, str(error)[:_TEXT_LIMIT]]
-        values = self.gather("vote", {"doing": doing, "error": own}, timeout)
+        values = self.gather("vote", {"action": action, "error": own}, timeout)
         votes = {rank: values[rank] for rank in self.living}
         failed = [rank for rank, vote in votes.items() if vote["error"] is not None]
         if not failed:
             return
         first = failed[0]
-        name, text = votes[first]["error"]
+        action, (name, text) = votes[first]["action"], votes[first]["error"]
         if isinstance(error, common_error) and all(
             vote["error"] is not None and vote["error"][0] == name for vote in votes.values()
         ):
             raise type(error)(text) from error
         others = f" (and on rank {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
         raise CreationFailed(
-            f"{votes[first]['doing']} failed on rank {first} of {self.size}{others}: {name}: {text}"
+            f"{action} failed on rank {first} of {self.size}{others}: {name}: {text}"
         ) from error
 
-    def together(self, step: Callable[[], T], *, doing: str) -> T:
-        """See `Group.together`."""
+    def run_collective(self, step: Callable[[], T], *, action: str) -> T:
+        """See `Group.run_collective`."""
         check_callable("step", step, "which every rank runs")
-        check_instance("doing", doing, str)
+        check_instance("action", action, str)
         result, problem = None, None
         try:
             result = step()
         except Exception as error:
             problem = error
         try:
-            self.vote(problem, doing=doing)
+            self.vote(problem, action=action)
         finally:
             problem = None  # its traceback holds this frame and the frames of the callers
         return cast("T", result)
@@ -248,7 +248,7 @@ class Messages:
         finally:
             self._creation = None
 
-    def repeat_creations(self) -> None:
+    def replay_creations(self) -> None:
         """Repeat, for new processes, the calls that made all open objects, in their order."""
         creations: list[Creation] = []
         for creation in self._creations:

@@ -36,7 +36,7 @@ _libc.madvise.restype = ctypes.c_int
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def sealed_memfd(name: str, size: int) -> int:
+def create_sealed_memfd(name: str, size: int) -> int:
     """Return a new memfd of `size` zero bytes that cannot be resized. Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -49,7 +49,7 @@ def sealed_memfd(name: str, size: int) -> int:
 
 
 def check_sealed(rank: int, fd: int, size: int) -> None:
-    """Raise HandleUnsupported unless `fd`, of rank `rank`, is what `sealed_memfd` makes."""
+    """Raise HandleUnsupported unless `fd`, of rank `rank`, is what `create_sealed_memfd` makes."""
     actual = os.fstat(fd).st_size
     if actual != size:
         raise HandleUnsupported(
@@ -72,7 +72,7 @@ def map_shared(fd: int, size: int, *, writable: bool) -> int:
     """Map `fd` and return the address. Forked children lack the mapping. Raises OSError."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = map_memory(0, size, protection, mmap.MAP_SHARED, fd)
-    keep_from_children(address, size)
+    exclude_from_fork(address, size)
     return address
 
 
@@ -82,7 +82,7 @@ def unmap(address: int, size: int) -> None:
         raise _error("munmap", size)
 
 
-def keep_from_children(address: int, size: int) -> None:
+def exclude_from_fork(address: int, size: int) -> None:
     """Leave a mapping out of forked children. Raises OSError."""
     if _libc.madvise(address, size, mmap.MADV_DONTFORK) != 0:
         raise _error("madvise", size)

@@ -56,14 +56,14 @@ class GroupRecovery:
         """
         self._membership = self._watch(control, self._messages.timeout, ranks)
 
-    def close(self, why: str | None = None) -> None:
+    def close(self, reason: str | None = None) -> None:
         """Release all connections. Idempotent; peers that wait for this rank get the reason."""
         self.closed = True
         with contextlib.ExitStack() as last:
             for membership in (self._fresh, self._membership):
                 if membership is not None:
                     last.callback(membership.close)
-            last.callback(self._messages.control.close, None if why is None else f"it {why}")
+            last.callback(self._messages.control.close, None if reason is None else f"it {reason}")
             last.callback(self._close_meeting)
 
     def recover(self, suspects: Collection[int], timeout: float) -> Recovery:
@@ -77,17 +77,17 @@ class GroupRecovery:
         for member in self._roster.members().values():
             suspects |= member.suspected_ranks()
         deadline, rank = began + timeout, self._messages.rank
-        if self._is_undecided and self._take_in(suspects, deadline):
+        if self._is_undecided and self._admit_newcomers(suspects, deadline):
             self._require().control.leave(f"rank {rank} gave up waiting in replace")
         membership = self._require()
         control = membership.control
         if suspects:  # a suspect may only wait for another rank, in a message with a later deadline
             control.interrupt(suspects, f"{control.name(rank)} left its calls to recover")
         while True:
-            era, dead, _ = membership.agreement.decide(suspects, deadline)
+            recovery_id, dead, _ = membership.agreement.decide(suspects, deadline)
             self._roster.remove(dead)
             living = self._roster.living
-            control.resume(era, set(living))
+            control.resume(recovery_id, set(living))
             try:
                 finished = self._resume(deadline)
             except RendezvousFailed as error:  # another rank died or gave up: agree again
@@ -107,7 +107,7 @@ class GroupRecovery:
                 self._close_meeting()
                 self._meeting = Meeting.open(hub)
 
-        messages.together(open_at_hub, doing="opening a meeting")
+        messages.run_collective(open_at_hub, action="opening a meeting")
         own = self._meeting if messages.rank == hub else None
         addresses = messages.gather("open_meeting", own.address if own else None)
         return own or Meeting.from_address(addresses[hub])
@@ -135,11 +135,11 @@ class GroupRecovery:
             raise OutOfOrder("no rank is gone: call recover first, which finds out who is")
         problem: Exception | None = None
         try:
-            self._fresh = self._meet_again(meeting, dead, timeout)
+            self._fresh = self._connect_newcomers(meeting, dead, timeout)
         except Exception as error:
             problem = error
         # Another survivor may wait for a new process for `timeout` before it comes.
-        if not self._take_in((), time.monotonic() + 2 * timeout):
+        if not self._admit_newcomers((), time.monotonic() + 2 * timeout):
             raise problem or RendezvousFailed(
                 f"another survivor did not meet all new processes, for ranks {sorted(dead)}: end "
                 "them, call recover and begin again"
@@ -147,7 +147,7 @@ class GroupRecovery:
         before = messages.timeout
         messages.joining, messages.timeout = dead, timeout
         try:
-            messages.repeat_creations()
+            messages.replay_creations()
         finally:
             messages.joining, messages.timeout = frozenset(), before
         self._resume(time.monotonic() + timeout)
@@ -158,14 +158,16 @@ class GroupRecovery:
             self._resume(time.monotonic() + timeout)
             self._messages.is_newcomer = False
 
-    def _meet_again(self, meeting: Meeting, dead: frozenset[int], timeout: float) -> Membership:
+    def _connect_newcomers(
+        self, meeting: Meeting, dead: frozenset[int], timeout: float
+    ) -> Membership:
         """Connect to the other survivors and to new processes for `dead`."""
         membership, messages = self._require(), self._messages
         with Peers() as peers:
             for rank in messages.living:
                 if rank != messages.rank:
                     pid = membership.control.pids[rank]
-                    peers.hold(rank, pid, membership.liveness.fd(rank))
+                    peers.watch_pidfd(rank, pid, membership.liveness.pidfd(rank))
             control = meet(
                 meeting,
                 rank=messages.rank,
@@ -182,17 +184,17 @@ class GroupRecovery:
             raise
         return fresh
 
-    def _take_in(self, suspects: Collection[int], deadline: float) -> bool:
+    def _admit_newcomers(self, suspects: Collection[int], deadline: float) -> bool:
         """Continue with the new processes if every survivor has met them, else on none.
 
         A new process that dies may have met some of the survivors only. Raises RecoveryFailed.
         """
         membership = self._require()
         self._is_undecided = True
-        decision = membership.agreement.decide(suspects, deadline, keep=self._fresh is not None)
+        decision = membership.agreement.decide(suspects, deadline, admit=self._fresh is not None)
         self._is_undecided = False
         fresh, self._fresh = self._fresh, None
-        if not decision.keep:
+        if not decision.admit:
             if fresh is not None:
                 fresh.close("went on without new processes, which not every survivor had met")
             # A survivor that has given up waiting is in this era already, in a recovery.
@@ -214,7 +216,7 @@ class GroupRecovery:
             if old is not None:
                 last.callback(old.close)
             self._messages.control = fresh.control
-            self._roster.restore(fresh.liveness.ended)
+            self._roster.restore(fresh.liveness.has_ended)
 
     def _resume(self, deadline: float) -> dict[str, int]:
         """Restart the operators that all living ranks have; return the rounds that all finished.
@@ -229,7 +231,7 @@ class GroupRecovery:
 
         def barrier(problems: list[Exception]) -> None:
             problem = problems[0] if problems else None
-            messages.vote_once(problem, "recovering", seconds_left(), common_error=WeftError)
+            messages.vote_unrecorded(problem, "recovering", seconds_left(), common_error=WeftError)
 
         members = roster.members()
         own = {name: member.finished_rounds() for name, member in members.items()}
@@ -243,7 +245,7 @@ class GroupRecovery:
         common = [members[name] for name in finished]
         barrier(_run_all([member.quiesce for member in common]))  # now no rank stores into a share
         problems = _run_all([partial(member.restart, roster.living_mask) for member in common])
-        roster.repeat_ends(common)  # `restart` has reset what operators know of deaths
+        roster.renotify_ended(common)  # `restart` has reset what operators know of deaths
         barrier(problems)  # every share is as at creation: calls may store into it
         return finished
 

@@ -29,13 +29,13 @@ from weft.group.wire import (
     JSON,
     SLACK,
     VALUE_LIMIT,
-    Malformed,
+    MalformedMessage,
     decode,
     encode,
     encode_value,
-    text_of,
+    sanitize_text,
 )
-from weft.logs import Reminder
+from weft.logs import WaitLogTimer
 
 # torch 2.13 renamed it; the old name still works there but warns.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -126,15 +126,15 @@ class TorchControl:
             raise OutOfOrder("the group is closed; make a new one")
         if self._broken is not None:
             raise RendezvousFailed(self._broken)
-        body = encode_value(op, value, larger="as tensors through process_group()")
+        body = encode_value(op, value, alternative="as tensors through process_group()")
         frame = encode({"op": op})[:-1] + b',"value":' + body + b"}"
-        rows = gather_bytes(self._process_group, frame, timeout, doing=op)
+        rows = gather_bytes(self._process_group, frame, timeout, action=op)
         messages = [_parse_message(rank, op, row) for rank, row in enumerate(rows)]
         for rank, message in enumerate(messages):
             if message["op"] != op:
                 raise RendezvousFailed(
-                    f"this rank is in {op} and rank {rank} is in {text_of(message['op'])}: every "
-                    "rank must make the same calls in the same order"
+                    f"this rank is in {op} and rank {rank} is in {sanitize_text(message['op'])}: "
+                    "every rank must make the same calls in the same order"
                 )
         return [message["value"] for message in messages]
 
@@ -153,19 +153,19 @@ class TorchControl:
         """Return None: torch.distributed does not tell."""
         return None
 
-    def abort(self, why: str) -> None:
+    def abort(self, reason: str) -> None:
         """Break the group: later calls raise. A blocked call ends at its deadline."""
-        self._broken = self._broken or why
+        self._broken = self._broken or reason
 
-    def close(self, why: str | None = None) -> None:
-        """Stop using the process group, which belongs to the caller. `why` is not sent."""
+    def close(self, reason: str | None = None) -> None:
+        """Stop using the process group, which belongs to the caller. `reason` is not sent."""
         self._closed = True
 
 
 def _parse_message(rank: int, op: str, row: bytes) -> dict[str, Any]:
     try:
         message = decode(row)
-    except Malformed as error:
+    except MalformedMessage as error:
         raise RendezvousFailed(f"rank {rank} broke the protocol in {op}: {error}") from error
     if not isinstance(message, dict) or not {"op", "value"} <= message.keys():
         raise RendezvousFailed(f"rank {rank} broke the protocol in {op}: it sent {message!r:.200}")
@@ -183,10 +183,10 @@ class Entries:
         self._name, self._count = group.group_name, 0
         self._store = BoundedStore()
 
-    def enter(self, doing: str) -> None:
+    def enter(self, action: str) -> None:
         """Record that this rank enters its next gather."""
         self._count += 1
-        self._store.set(self._key(self._rank), f"{self._count} {doing}")
+        self._store.set(self._key(self._rank), f"{self._count} {action}")
 
     def missing(self) -> list[str] | None:
         """Return the ranks that have not entered this rank's gather, each with its last gather.
@@ -198,9 +198,11 @@ class Entries:
             return None
         missing = []
         for rank, value in enumerate(values):
-            count, _, doing = value.partition(" ")
+            count, _, action = value.partition(" ")
             if not count or int(count) < self._count:
-                missing.append(f"rank {rank}" + (f" (last in {text_of(doing)})" if doing else ""))
+                missing.append(
+                    f"rank {rank}" + (f" (last in {sanitize_text(action)})" if action else "")
+                )
         return missing
 
     def _key(self, rank: int) -> str:
@@ -211,7 +213,7 @@ _entries: WeakKeyDictionary[dist.ProcessGroup, Entries] = WeakKeyDictionary()
 
 
 def gather_bytes(
-    group: dist.ProcessGroup, data: bytes, timeout: float, *, doing: str = "a control message"
+    group: dist.ProcessGroup, data: bytes, timeout: float, *, action: str = "a control message"
 ) -> list[bytes]:
     """Return `data` of every rank in rank order. Collective.
 
@@ -220,12 +222,12 @@ def gather_bytes(
     """
     if group not in _entries:
         _entries[group] = Entries(group)
-    _entries[group].enter(doing)
+    _entries[group].enter(action)
     device = _message_device(group)
     size = dist.get_world_size(group)
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(size)]
-    _all_gather(lengths, length, group, timeout, doing)
+    _all_gather(lengths, length, group, timeout, action)
     counts = [int(each.item()) for each in lengths]
     for rank, count in enumerate(counts):
         if not 0 < count <= VALUE_LIMIT + SLACK:
@@ -237,7 +239,7 @@ def gather_bytes(
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     padded = padded.to(device)
     rows = [torch.empty_like(padded) for _ in range(size)]
-    _all_gather(rows, padded, group, timeout, doing)
+    _all_gather(rows, padded, group, timeout, action)
     return [bytes(row[:n].tolist()) for row, n in zip(rows, counts, strict=True)]
 
 
@@ -246,10 +248,10 @@ def _all_gather(
     own: torch.Tensor,
     group: dist.ProcessGroup,
     timeout: float,
-    doing: str,
+    action: str,
 ) -> None:
     began = time.monotonic()
-    deadline, pause, reminder = began + timeout, _POLL[0], Reminder()
+    deadline, pause, reminder = began + timeout, _POLL[0], WaitLogTimer()
     try:
         work = dist.all_gather(out, own, group=group, async_op=True)
         if work is None:
@@ -258,8 +260,8 @@ def _all_gather(
             if (waited := reminder.due()) is not None:
                 _log.warning(
                     "rank %d of %d has waited %.0f s of at most %g s in %s. %s",
-                    *(dist.get_rank(group), dist.get_world_size(group), waited, timeout, doing),
-                    _describe_missing(group, doing),
+                    *(dist.get_rank(group), dist.get_world_size(group), waited, timeout, action),
+                    _describe_missing(group, action),
                 )
             time.sleep(pause)
             pause = min(2 * pause, _POLL[1])
@@ -268,17 +270,17 @@ def _all_gather(
         first, took = str(error).partition("\n")[0], time.monotonic() - began
         how = f"within {timeout:g} s" if took >= timeout else f"and failed after {took:.1f} s"
         raise RendezvousFailed(
-            f"rank {dist.get_rank(group)}: {doing} did not end {how}. "
-            f"{_describe_missing(group, doing)} (torch.distributed: {first})"
+            f"rank {dist.get_rank(group)}: {action} did not end {how}. "
+            f"{_describe_missing(group, action)} (torch.distributed: {first})"
         ) from error
 
 
-def _describe_missing(group: dist.ProcessGroup, doing: str) -> str:
+def _describe_missing(group: dist.ProcessGroup, action: str) -> str:
     missing = _entries[group].missing()
     if missing:
         return (
             f"{', '.join(missing)} did not enter it: every rank of the process group must call "
-            f"{doing}, and make the same calls in the same order"
+            f"{action}, and make the same calls in the same order"
         )
     if missing is None:
         return "The store does not answer: the process or the host that serves it may be gone"
@@ -291,7 +293,7 @@ def _message_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-class OwnProcessGroup:
+class ManagedProcessGroup:
     """torch.distributed's default group, made for ranks that weft started or found itself.
 
     Its store is a TCPStore of rank 0 on 127.0.0.1, on a port that the system chose. Collective.
@@ -312,14 +314,14 @@ class OwnProcessGroup:
             fd = listener.detach()
             return TCPStore(*where, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
 
-        served = messages.together(serve, doing=f"serving a store on {host}")
+        served = messages.run_collective(serve, action=f"serving a store on {host}")
         port = messages.all_gather(None if served is None else served.port)[0]
         # Rank 0 serves the store as long as the group lives.
-        self._store = messages.together(
+        self._store = messages.run_collective(
             lambda: served or TCPStore(host, port, None, False, limit, wait_for_workers=False),
-            doing=f"connecting to rank 0's store on {host}:{port}",
+            action=f"connecting to rank 0's store on {host}:{port}",
         )
-        with unless_set("GLOO_SOCKET_IFNAME", "lo"):  # the ranks share a host
+        with default_env_var("GLOO_SOCKET_IFNAME", "lo"):  # the ranks share a host
             try:
                 dist.init_process_group(
                     backend,
@@ -360,7 +362,7 @@ def _backend(messages: Messages, device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def unless_set(name: str, value: str) -> Iterator[None]:
+def default_env_var(name: str, value: str) -> Iterator[None]:
     """Set an environment variable inside the context, unless the user has set it."""
     if name in os.environ:
         yield

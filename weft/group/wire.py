@@ -32,15 +32,15 @@ _IN_MEMORY = b"@"  # the descriptor has the message; no JSON begins so
 _ONE_FD = socket.CMSG_LEN(4)
 
 
-class Gone(ConnectionError):
+class Disconnected(ConnectionError):
     """The other end closed the connection or its process ended."""
 
 
-class Malformed(ValueError):
+class MalformedMessage(ValueError):
     """The other end sent what no rank of this job sends."""
 
 
-class AtLimit(OSError):
+class DescriptorLimit(OSError):
     """A descriptor arrived and this process is at its limit."""
 
 
@@ -51,7 +51,7 @@ class Message:
     body: dict[str, Any]
     fd: int | None = None
 
-    def drop(self) -> None:
+    def close_fd(self) -> None:
         """Close the descriptor, if there is one."""
         if self.fd is not None:
             os.close(self.fd)
@@ -65,7 +65,7 @@ def encode(value: JSON) -> bytes:
         raise ValueError("it is nested too deep") from error
 
 
-def encode_value(op: str, value: JSON, *, larger: str) -> bytes:
+def encode_value(op: str, value: JSON, *, alternative: str) -> bytes:
     """Return the JSON bytes of a control message's value.
 
     Args:
@@ -85,20 +85,20 @@ def encode_value(op: str, value: JSON, *, larger: str) -> bytes:
     if len(body) > VALUE_LIMIT:
         raise InvalidArgument(
             f"{op} was given {len(body)} bytes of JSON and carries at most {VALUE_LIMIT}; "
-            f"send large data {larger}"
+            f"send large data {alternative}"
         )
     return body
 
 
 def decode(data: bytes) -> Any:
-    """Return the value that `encode` wrote. Raises Malformed for anything else."""
+    """Return the value that `encode` wrote. Raises MalformedMessage for anything else."""
     try:
         return _DECODER.decode(data.decode())
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"not JSON: {error}") from error
+        raise MalformedMessage(f"not JSON: {error}") from error
 
 
-def text_of(value: Any) -> str:
+def sanitize_text(value: Any) -> str:
     """Return a peer's text fit for an error: bounded, and without lone surrogates."""
     text = value if isinstance(value, str) else repr(value)
     return text[:TEXT_LIMIT].encode(errors="backslashreplace").decode()
@@ -125,7 +125,7 @@ def send(connection: socket.socket, data: bytes, fd: int | None = None) -> bool:
     Only messages of up to 32 KiB can carry `fd`.
 
     Raises:
-        Gone: the other end is gone.
+        Disconnected: the other end is gone.
         OSError: this process lacks memory or descriptors.
     """
     if len(data) <= _INLINE:
@@ -152,7 +152,7 @@ def _send(connection: socket.socket, data: bytes, fd: int | None) -> bool:
             return False
         if not isinstance(error, BrokenPipeError | ConnectionResetError):
             raise
-        raise Gone(str(error)) from error
+        raise Disconnected(str(error)) from error
     return True
 
 
@@ -165,9 +165,9 @@ def receive(connection: socket.socket, *, trusted: bool = True) -> Message | Non
             this process reads.
 
     Raises:
-        Gone: the other end is gone.
-        Malformed: the message breaks the protocol.
-        AtLimit: this process has no room for a descriptor.
+        Disconnected: the other end is gone.
+        MalformedMessage: the message breaks the protocol.
+        DescriptorLimit: this process has no room for a descriptor.
     """
     try:
         try:
@@ -177,18 +177,18 @@ def receive(connection: socket.socket, *, trusted: bool = True) -> Message | Non
     except BlockingIOError:
         return None
     except ConnectionResetError as error:
-        raise Gone(str(error)) from error
+        raise Disconnected(str(error)) from error
     if not data:
         _close(fd)
-        raise Gone("end of stream")
+        raise Disconnected("end of stream")
     try:
         if data == _IN_MEMORY and fd is not None and trusted:
             memory, fd = fd, None
             data = _read(memory)
         body = decode(data)
         if not isinstance(body, dict):
-            raise Malformed(f"a message is {body!r:.40}, and no object")
-    except Malformed:
+            raise MalformedMessage(f"a message is {body!r:.40}, and no object")
+    except MalformedMessage:
         _close(fd)
         raise
     return Message(body, fd)
@@ -205,25 +205,27 @@ def _receive(connection: socket.socket) -> tuple[bytes, int | None]:
         for fd in fds:
             os.close(fd)
         if got & socket.MSG_TRUNC:
-            raise Malformed(f"a message of more than {_INLINE} bytes")
+            raise MalformedMessage(f"a message of more than {_INLINE} bytes")
         if fds:
-            raise Malformed("more than one descriptor came with a message")
+            raise MalformedMessage("more than one descriptor came with a message")
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        raise AtLimit(f"it is at its limit of {soft} open descriptors; raise it with `ulimit -n`")
+        raise DescriptorLimit(
+            f"it is at its limit of {soft} open descriptors; raise it with `ulimit -n`"
+        )
     return data, fds[0] if fds else None
 
 
 def _read(memory: int) -> bytes:
-    """Return the content of `memory` and close it. Raises Malformed if it is too large."""
+    """Return the content of `memory` and close it. Raises MalformedMessage if it is too large."""
     limit = VALUE_LIMIT + SLACK
     try:
         data = os.pread(memory, limit + 1, 0)
     except OSError as error:
-        raise Malformed(f"a message that cannot be read: {error}") from error
+        raise MalformedMessage(f"a message that cannot be read: {error}") from error
     finally:
         os.close(memory)
     if len(data) > limit:
-        raise Malformed(f"a message of more than {limit} bytes")
+        raise MalformedMessage(f"a message of more than {limit} bytes")
     return data
 
 

@@ -15,9 +15,9 @@ from weft.group.pages import (
     MAP_FIXED,
     PROT_NONE,
     check_sealed,
-    keep_from_children,
+    create_sealed_memfd,
+    exclude_from_fork,
     map_memory,
-    sealed_memfd,
     unmap,
 )
 from weft.shape import MAILBOX_BYTES
@@ -51,7 +51,7 @@ class HostShares:
 
     def allocate(self) -> None:
         """Allocate the own share, zeroed by the kernel, and the reservation. Raises OSError."""
-        self._fd = sealed_memfd("weft-share", self._mapped)
+        self._fd = create_sealed_memfd("weft-share", self._mapped)
         self.base = map_memory(
             0, self._reserved, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1
         )
@@ -69,16 +69,16 @@ class HostShares:
             writable = mmap.PROT_READ | mmap.PROT_WRITE
             map_memory(where, self._mapped, writable, mmap.MAP_SHARED | MAP_FIXED, fd)
             # A forked child has no share: its stores would count as those of its parent.
-            keep_from_children(where, self._mapped)
+            exclude_from_fork(where, self._mapped)
             self.ranks.add(rank)
 
     def share_fd(self) -> int:
         """Return a new descriptor of the own share. The caller closes it."""
         return os.dup(self._fd)
 
-    def view(self, address: int, count: int, keeper: object) -> torch.Tensor:
-        """Return a uint8 tensor [count] over `address` that keeps `keeper` alive."""
-        return torch.frombuffer(make_buffer(address, count, keeper), dtype=torch.uint8)
+    def view(self, address: int, count: int, owner: object) -> torch.Tensor:
+        """Return a uint8 tensor [count] over `address` that keeps `owner` alive."""
+        return torch.frombuffer(make_buffer(address, count, owner), dtype=torch.uint8)
 
     def read(self, address: int, count: int) -> bytes:
         """Return a copy of `count` bytes."""
@@ -104,8 +104,8 @@ class HostShares:
             unmap(base, self._reserved)
 
 
-def make_buffer(address: int, count: int, keeper: object) -> ctypes.Array[ctypes.c_ubyte]:
-    """Return `count` bytes at `address` as a buffer that keeps `keeper` alive."""
+def make_buffer(address: int, count: int, owner: object) -> ctypes.Array[ctypes.c_ubyte]:
+    """Return `count` bytes at `address` as a buffer that keeps `owner` alive."""
     array = (ctypes.c_ubyte * count).from_address(address)
-    array.keeper = keeper  # type: ignore[attr-defined]
+    array.owner = owner  # type: ignore[attr-defined]
     return array

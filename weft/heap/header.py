@@ -18,9 +18,9 @@ ABI = 11
 RING_RECORDS = 256
 RING_TIMELINES = 64
 EPOCH_MASK = (1 << 40) - 1
-LAST_WORDS_BYTES = 512
+EXIT_REASON_BYTES = 512
 HOST_BITS = 63  # of a Mailbox.host_word: bit r % 63 of word r // 63 says that rank r has ended
-HOST_ASKS_TO_LEAVE = 1 << HOST_BITS  # in the first one
+HOST_REQUESTS_LEAVE = 1 << HOST_BITS  # in the first one
 
 
 class ErrorRecord(ctypes.Structure):
@@ -173,7 +173,7 @@ def _header_structs(most: int) -> HeaderStructs:
             ("_pad4", c_uint8 * 116),
             ("call", CallRecord),
             ("_pad5", c_uint8 * 96),
-            ("last_words", c_uint8 * LAST_WORDS_BYTES),
+            ("exit_reason", c_uint8 * EXIT_REASON_BYTES),
             ("fault", Fault),
             ("_pad6", c_uint8 * 96),
             ("ring", Record * RING_RECORDS),

@@ -24,7 +24,7 @@ from weft.group.group import Group
 from weft.group.messages import Messages
 from weft.heap.cpu import HostShares, make_buffer
 from weft.heap.header import header_bytes
-from weft.heap.room import require_room
+from weft.heap.host_memory import check_host_memory
 from weft.shape import MAILBOX_BYTES
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ MAX_WRITE = MAILBOX_BYTES // 2  # bytes of a write: GPUs stage them in half of t
 Shares: TypeAlias = HostShares | DeviceShares
 
 
-class _Keeper:
+class _MemoryOwner:
     """Keeps the memory of a heap alive; held by the open heap, its mailbox and every view."""
 
     __slots__ = ("__weakref__",)
@@ -48,14 +48,14 @@ class Mailbox:
         device: Address for the device; on CPU ranks the same.
     """
 
-    def __init__(self, host: int, device: int, keeper: object) -> None:
+    def __init__(self, host: int, device: int, owner: object) -> None:
         self.host = host
         self.device = device
-        self._keeper = keeper
+        self._owner = owner
 
     def view(self) -> memoryview:
         """Return the page as writable bytes [4096] that keep the memory alive."""
-        return memoryview(make_buffer(self.host, MAILBOX_BYTES, self._keeper)).cast("B")
+        return memoryview(make_buffer(self.host, MAILBOX_BYTES, self._owner)).cast("B")
 
 
 class Heap:
@@ -73,11 +73,11 @@ class Heap:
         self.base = shares.base
         self.generation = generation
         self._shares: Shares | None = shares
-        self._keeper: _Keeper | None = _Keeper()
+        self._owner: _MemoryOwner | None = _MemoryOwner()
         self._failures: list[Exception] = []
-        self._mailbox: Mailbox | None = Mailbox(*shares.mailbox, self._keeper)
+        self._mailbox: Mailbox | None = Mailbox(*shares.mailbox, self._owner)
         # Not at exit: other threads may still use the memory, and the system frees it.
-        weakref.finalize(self._keeper, _free, shares, self._failures).atexit = False
+        weakref.finalize(self._owner, _free, shares, self._failures).atexit = False
 
     @classmethod
     def create(cls, group: Group, size: int) -> Heap:
@@ -160,7 +160,7 @@ class Heap:
                 f"a tensor of shape {tuple(shape)} of {dtype} at offset {offset} ends at byte "
                 f"{offset + extent} and the share has {self.size}; make the heap larger"
             )
-        share = shares.view(address, self.size, self._keeper)
+        share = shares.view(address, self.size, self._owner)
         try:
             return share[offset : offset + extent].view(dtype).as_strided(tuple(shape), steps)
         except (RuntimeError, TypeError) as error:  # an empty tensor of sizes that overflow
@@ -176,7 +176,7 @@ class Heap:
             InvalidArgument: the share is smaller than a header.
             OutOfOrder: the heap is closed.
         """
-        keeper = self._keeper  # another thread may close the heap during the read
+        owner = self._owner  # another thread may close the heap during the read
         shares = self._open()
         size = header_bytes(self.group.size)
         if self.size < size:
@@ -185,7 +185,7 @@ class Heap:
             )
         where = self.address(self.group.rank if rank is None else rank)
         content = shares.read(where, size)
-        del keeper
+        del owner
         return content
 
     def write(self, rank: int, offset: int, data: bytes | bytearray | memoryview) -> None:
@@ -219,7 +219,7 @@ class Heap:
 
         Never waits for a peer: what a peer still maps stays valid there.
         """
-        self._shares = self._keeper = self._mailbox = None
+        self._shares = self._owner = self._mailbox = None
         if self._failures:
             raise self._failures.pop(0)
 
@@ -244,11 +244,11 @@ def _make(group: Group, size: int) -> tuple[int, Shares]:
     """Return the generation and the shares of a new heap. Collective."""
     began = time.monotonic()
     try:
-        size = group.together(
-            lambda: check_int("size", size, 1, MAX_BYTES), doing="creating a heap"
+        size = group.run_collective(
+            lambda: check_int("size", size, 1, MAX_BYTES), action="creating a heap"
         )
         group.agree({"size": size}, what="the heap's size")
-        require_room(group, size, what="a heap")
+        check_host_memory(group, size, what="a heap")
         generation = group.next_generation()
         on_gpu = group.device.type == "cuda"
         shares = _create_device_shares(group, size) if on_gpu else _create_host_shares(group, size)
@@ -265,8 +265,8 @@ def _make(group: Group, size: int) -> tuple[int, Shares]:
 def _create_host_shares(group: Group, size: int) -> HostShares:
     shares = HostShares(group.rank, group.size, size)
     try:
-        group.together(shares.allocate, doing=f"allocating {size} bytes of shared memory")
-        group.map_shares(shares.share_fd, shares.map, doing=f"mapping {size} bytes of every rank")
+        group.run_collective(shares.allocate, action=f"allocating {size} bytes of shared memory")
+        group.map_shares(shares.share_fd, shares.map, action=f"mapping {size} bytes of every rank")
     except BaseException:
         shares.free()
         raise
@@ -276,7 +276,9 @@ def _create_host_shares(group: Group, size: int) -> HostShares:
 def _create_device_shares(group: Group, size: int) -> DeviceShares:
     shares = DeviceShares(group.device, group.rank, group.size, size)
     try:
-        peers = group.all_gather(group.together(shares.open, doing=f"opening {group.device}"))
+        peers = group.all_gather(
+            group.run_collective(shares.open, action=f"opening {group.device}")
+        )
         without = [rank for rank in group.living if not peers[rank]["fabric"]]
 
         def check() -> None:
@@ -284,18 +286,18 @@ def _create_device_shares(group: Group, size: int) -> DeviceShares:
             if without and group.machines > group.hosts:
                 _refuse_descriptors(group, without[0], peers[without[0]]["name"])
 
-        group.together(check, doing="checking that GPUs reach each other")
+        group.run_collective(check, action="checking that GPUs reach each other")
         how = "POSIX file descriptors" if without else "fabric handles"
         _log.debug("rank %d: GPU memory goes between ranks as %s", group.rank, how)
-        group.together(
+        group.run_collective(
             lambda: shares.allocate(fabric=not without),
-            doing=f"allocating {size} bytes of GPU memory",
+            action=f"allocating {size} bytes of GPU memory",
         )
-        doing = "mapping the GPU memory of every rank"
+        action = "mapping the GPU memory of every rank"
         if without:
-            group.map_shares(shares.share_fd, shares.map, doing=doing)
+            group.map_shares(shares.share_fd, shares.map, action=action)
         else:
-            _map_fabric(group, shares, doing)
+            _map_fabric(group, shares, action)
     except BaseException:
         shares.free()
         raise
@@ -311,14 +313,14 @@ def _refuse_descriptors(group: Group, rank: int, name: str) -> None:
     )
 
 
-def _map_fabric(group: Group, shares: DeviceShares, doing: str) -> None:
+def _map_fabric(group: Group, shares: DeviceShares, action: str) -> None:
     """Pass a fabric handle of every rank's share to all ranks, which map them. Collective."""
 
     def exchange(messages: Messages) -> None:
-        handle = messages.together(shares.export_fabric, doing="exporting memory")
+        handle = messages.run_collective(shares.export_fabric, action="exporting memory")
         handles = messages.all_gather(handle)
         new = {rank: handles[rank] for rank in messages.ranks_to_map}
-        messages.together(lambda: shares.map(new), doing=doing)
+        messages.run_collective(lambda: shares.map(new), action=action)
 
     group.record(exchange)
 

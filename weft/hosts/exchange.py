@@ -41,8 +41,8 @@ def open_rail(operator: ExchangeOperator, span: HostSpan) -> Rail:
         return Rail(group, span, number, on_failure=operator.fail, **limits)
 
     try:
-        rail = group.together(
-            make, doing=f"connecting the hosts of a group for its {operator.kind}"
+        rail = group.run_collective(
+            make, action=f"connecting the hosts of a group for its {operator.kind}"
         )
         operator.accompany(rail, reports=rail.REPORTED)
     except BaseException:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from weft.errors import GeometryMismatch, GroupError, RailFailed
 from weft.fp8 import dequantize, quantize
 from weft.group import Group
-from weft.group.hosts import break_rail
+from weft.group.hosts import abort_rail
 from weft.heap.header import CallRecord
 from weft.hosts.buffers import Arrived, RailBuffers, as_bytes
 from weft.hosts.cause import FirstCause
@@ -382,7 +382,7 @@ class Rail:
     def _notify_hosts(self, error: GroupError) -> None:
         host = self._group.host_name(self._group.host)
         self._first_cause.report(f"on {host}: {error}")
-        break_rail(self._group.rail)
+        abort_rail(self._group.rail)
 
     def _poll(self, overdue: float | None) -> bool:
         """End an exchange that is overdue, or that waits although there was an error elsewhere.

@@ -45,7 +45,7 @@ _ALL_IDS = 0xFFFFFFFF  # user ids that the initial user namespace maps
 _NO_PLAIN_FILE = frozenset((errno.ELOOP, errno.EACCES, errno.ENXIO, errno.ENODEV))
 
 
-def key_of(**parts: str | Sequence[str]) -> str:
+def build_key(**parts: str | Sequence[str]) -> str:
     """Return the key (64 hex digits) of an entry made from these named inputs."""
     inputs = {name: part if isinstance(part, str) else list(part) for name, part in parts.items()}
     text = json.dumps({"abi": ABI, "parts": inputs}, sort_keys=True)
@@ -100,7 +100,7 @@ class Cache:
     def __init__(self, path: Path | None = None, *, lock_timeout: float = 300.0) -> None:
         self.path = _make_directory(default_path() if path is None else Path(path).absolute())
         self.lock_timeout = lock_timeout
-        with self._opened():
+        with self._open_directory():
             pass
 
     def file(self, key: str) -> Path:
@@ -113,7 +113,7 @@ class Cache:
         If `build` raises, the next waiting process runs its own `build`.
 
         Args:
-            key: Key of the entry, from `key_of`.
+            key: Key of the entry, from `build_key`.
             build: Returns the content.
             meta: Description of the entry: name, kind, arch and compiler. Stored after `build` has
                 returned, so `build` may add to it.
@@ -124,12 +124,12 @@ class Cache:
         """
         start = time.monotonic()
         what = f"{meta['name']} ({meta['kind']}, {meta['arch']})"
-        with self._opened() as folder:
+        with self._open_directory() as folder:
             if (data := self._read(folder, key)) is not None:
                 _log.info("%s: read from %s in %.3f s", what, self.path, time.monotonic() - start)
                 _log.debug("%s: its key is %s", what, key)
                 return data
-            with self._locked(folder, key, meta["name"]):
+            with self._hold_lock(folder, key, meta["name"]):
                 if (data := self._read(folder, key, warn=True)) is not None:
                     waited = time.monotonic() - start
                     _log.info("%s: another process compiled it, waited %.3f s", what, waited)
@@ -144,7 +144,7 @@ class Cache:
     def entries(self) -> list[Entry]:
         """Return all valid entries, oldest first."""
         entries = []
-        with self._opened() as folder:
+        with self._open_directory() as folder:
             for name in os.listdir(folder):
                 if not (_CACHE_FILE.fullmatch(name) and name.endswith(".data")):
                     continue
@@ -166,7 +166,7 @@ class Cache:
             SetupError: a file cannot be removed.
         """
         removed = 0
-        with self._opened() as folder:
+        with self._open_directory() as folder:
             for name in os.listdir(folder):
                 if not _CACHE_FILE.fullmatch(name):
                     continue
@@ -181,7 +181,7 @@ class Cache:
         return removed
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _open_directory(self) -> Iterator[int]:
         """Open the directory, check it and all its parents, and close it on exit."""
         fd = open_private_directory(self.path, purpose="code from it would be run")
         try:
@@ -230,7 +230,7 @@ class Cache:
             ) from error
 
     @contextlib.contextmanager
-    def _locked(self, folder: int, key: str, name: str) -> Iterator[None]:
+    def _hold_lock(self, folder: int, key: str, name: str) -> Iterator[None]:
         """Hold the lock of an entry; the system releases it when the process ends."""
         file, deadline = f"{key}.lock", time.monotonic() + self.lock_timeout
         try:
@@ -268,7 +268,7 @@ def _try_lock(folder: int, name: str) -> int | None:
         return None
     try:
         status = os.fstat(lock)
-        if _fault_of(status) or status.st_mode & 0o077:
+        if _find_fault(status) or status.st_mode & 0o077:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)
             os.close(lock)
@@ -302,7 +302,7 @@ def _read_entry(folder: int, key: str) -> tuple[dict[str, Any], bytes, os.stat_r
         raise
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
-        if fault := _fault_of(status):
+        if fault := _find_fault(status):
             raise BadEntryError(fault)
         if status.st_size > _ENTRY_LIMIT:
             raise BadEntryError(f"has {status.st_size} bytes, more than {_ENTRY_LIMIT}")
@@ -326,7 +326,7 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _fault_of(status: os.stat_result) -> str:
+def _find_fault(status: os.stat_result) -> str:
     """Return why a cache file must not be used, or "" if it may.
 
     Hard links are rejected: another user could have created one to a file of this user.
@@ -379,14 +379,14 @@ def open_private_directory(path: Path, *, purpose: str, variable: str = "WEFT_CA
     """
     fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _check_directory(Path("/"), fd, last=len(path.parts) == 1, doing=(purpose, variable))
+        _check_directory(Path("/"), fd, last=len(path.parts) == 1, action=(purpose, variable))
         for depth, name in enumerate(path.parts[1:], start=2):
             last, prefix = depth == len(path.parts), Path(*path.parts[:depth])
             flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             inner = os.open(name, flags | (os.O_RDONLY if last else os.O_PATH), dir_fd=fd)
             os.close(fd)
             fd = inner
-            _check_directory(prefix, fd, last=last, doing=(purpose, variable))
+            _check_directory(prefix, fd, last=last, action=(purpose, variable))
     except OSError as error:
         os.close(fd)
         raise SetupError(
@@ -399,12 +399,12 @@ def open_private_directory(path: Path, *, purpose: str, variable: str = "WEFT_CA
     return fd
 
 
-def _check_directory(path: Path, fd: int, *, last: bool, doing: tuple[str, str]) -> None:
+def _check_directory(path: Path, fd: int, *, last: bool, action: tuple[str, str]) -> None:
     """Raise SetupError unless a directory is safe.
 
     last: whether it is the directory itself, not a parent.   doing: the purpose and the variable.
     """
-    purpose, variable = doing
+    purpose, variable = action
     status, user = os.fstat(fd), os.geteuid()
     owners = {user} if last else {user, 0, *_unmapped_owners()}
     if status.st_uid not in owners:

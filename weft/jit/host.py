@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.errors import CompileError
-from weft.jit.cache import Cache, key_of, open_private_directory
+from weft.jit.cache import Cache, build_key, open_private_directory
 from weft.jit.source import INCLUDE_ROOT, check_name, header_digest, number_lines, truncate_log
 
 _COMPILERS = ("c++", "g++", "clang++")
@@ -108,7 +108,7 @@ def compile_code(entry: str, *, name: str, options: Sequence[str], cache: Cache)
     identity = compiler_identity(command)
     cpu = cpu_identity()
     flags = (*(("-march=native",) if cpu else ()), *_FLAGS, *options)
-    key = key_of(
+    key = build_key(
         kind="c++",
         name=name,
         entry=entry,

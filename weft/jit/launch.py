@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from weft.cuda.driver import error_text, load_driver
+from weft.cuda.driver import describe_status, load_driver
 from weft.errors import DriverError, InvalidArgument
 from weft.jit.module import Function, cluster_attribute
 
@@ -52,7 +52,7 @@ class Launcher:
         function: Function,
         struct: type[ctypes.Structure],
         *,
-        programmatic: bool = False,
+        use_pdl: bool = False,
         cluster: int = 1,
     ) -> None:
         size = ctypes.sizeof(struct)
@@ -71,7 +71,7 @@ class Launcher:
         self._params_address = ctypes.addressof(self._params)
         self._handle = function.handle
         self._enter = cuda.cuLaunchKernelEx
-        self._config = _config(cuda, function.shared, programmatic, cluster)
+        self._config = _config(cuda, function.shared, use_pdl, cluster)
         self._last: tuple[tuple[int, int, int], int, int] | None = None
 
     def __call__(
@@ -121,14 +121,14 @@ class Launcher:
         raise DriverError(
             f"launching {self.function.name!r} with grid {grid}, block {block}, "
             f"{self.function.shared} bytes of dynamic shared memory, {self._size} bytes of "
-            f"arguments on stream {stream:#x}: {error_text(status)}"
+            f"arguments on stream {stream:#x}: {describe_status(status)}"
         )
 
 
-def _config(cuda: Any, shared: int, programmatic: bool, cluster: int) -> Any:
+def _config(cuda: Any, shared: int, use_pdl: bool, cluster: int) -> Any:
     """Return a CUlaunchConfig with the fields that are constant between calls."""
     attributes = []
-    if programmatic:
+    if use_pdl:
         attribute = cuda.CUlaunchAttribute()
         which = cuda.CUlaunchAttributeID
         attribute.id = which.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

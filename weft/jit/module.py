@@ -9,7 +9,13 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from weft.cuda.driver import allocate_fence, call_driver, error_text, load_driver, relaxed_capture
+from weft.cuda.driver import (
+    allocate_fence,
+    call_driver,
+    describe_status,
+    load_driver,
+    relaxed_capture,
+)
 from weft.errors import DriverError, OutOfOrder
 
 
@@ -45,13 +51,13 @@ class CudaModule:
         DriverError: there is no current context, or the driver cannot load the cubin.
     """
 
-    def __init__(self, image: bytes, *, name: str, stays: bool = False) -> None:
+    def __init__(self, image: bytes, *, name: str, permanent: bool = False) -> None:
         self.name = name
         context = require_context(f"loading {name!r}")
-        self._code = _Code(image, context, name=name, stays=stays)
+        self._code = _Code(image, context, name=name, permanent=permanent)
         # A module that is garbage-collected has no functions left, because they refer to it. At
         # exit the driver frees it.
-        if not stays:
+        if not permanent:
             weakref.finalize(self, self._code.free).atexit = False
         self._handles: dict[str, Any] = {}
         self._shared: dict[str, int] = {}  # largest dynamic shared memory requested per kernel
@@ -83,12 +89,12 @@ class CudaModule:
                 handle,
                 which.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                 shared,
-                doing=f"giving {name!r} {shared} bytes of dynamic shared memory (it has {static} "
+                action=f"giving {name!r} {shared} bytes of dynamic shared memory (it has {static} "
                 f"static ones; a block may have {limit} in all)",
             )
             self._shared[name] = shared
-        doing = f"asking for the argument of {name!r}"
-        _, size = call_driver("cuFuncGetParamInfo", handle, 0, doing=doing)
+        action = f"asking for the argument of {name!r}"
+        _, size = call_driver("cuFuncGetParamInfo", handle, 0, action=action)
         return Function(name, handle, shared, argument_bytes=size, owner=self)
 
     def occupancy(self, name: str, block: int, *, shared: int = 0) -> int:
@@ -97,11 +103,11 @@ class CudaModule:
         Raises DriverError or OutOfOrder.
         """
         handle = self.function(name, shared=shared).handle
-        doing = f"occupancy of {name!r} with {block} threads and {shared} bytes a block"
+        action = f"occupancy of {name!r} with {block} threads and {shared} bytes a block"
         query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-        return int(call_driver(query, handle, block, shared, doing=doing))
+        return int(call_driver(query, handle, block, shared, action=action))
 
-    def resident_clusters(self, name: str, block: int, cluster: int) -> int:
+    def get_max_active_clusters(self, name: str, block: int, cluster: int) -> int:
         """Return how many clusters of `cluster` blocks of `block` threads fit on the GPU at once.
 
         Returns 0 if the GPU cannot form such clusters. Raises DriverError or OutOfOrder.
@@ -116,7 +122,8 @@ class CudaModule:
             return 0
         if int(status) != 0:
             raise DriverError(
-                f"clusters of {cluster} x {block} threads of {name!r} at once: {error_text(status)}"
+                f"querying active clusters of {cluster} x {block} threads of {name!r} failed: "
+                f"{describe_status(status)}"
             )
         return int(count)
 
@@ -127,19 +134,19 @@ class CudaModule:
         stream that blocks with it is captured. Raises DriverError or OutOfOrder.
         """
         self._check_loaded()
-        doing = f"reading variable {name!r} of {self.name!r}"
+        action = f"reading variable {name!r} of {self.name!r}"
         address, size = call_driver(
-            "cuModuleGetGlobal", self._code.module, name.encode(), doing=doing
+            "cuModuleGetGlobal", self._code.module, name.encode(), action=action
         )
         content = bytearray(size)
         with relaxed_capture():
             flags = load_driver().CUstream_flags.CU_STREAM_NON_BLOCKING
-            stream = call_driver("cuStreamCreate", flags, doing=doing)
+            stream = call_driver("cuStreamCreate", flags, action=action)
             try:
-                call_driver("cuMemcpyDtoHAsync", content, address, size, stream, doing=doing)
-                call_driver("cuStreamSynchronize", stream, doing=doing)
+                call_driver("cuMemcpyDtoHAsync", content, address, size, stream, action=action)
+                call_driver("cuStreamSynchronize", stream, action=action)
             finally:
-                call_driver("cuStreamDestroy", stream, doing=doing)
+                call_driver("cuStreamDestroy", stream, action=action)
         return bytes(content)
 
     def unload(self, after: int | None = None) -> None:
@@ -162,11 +169,11 @@ class CudaModule:
     def _handle(self, name: str) -> Any:
         self._check_loaded()
         if name not in self._handles:
-            doing = f"loading kernel {name!r} of {self.name!r}"
+            action = f"loading kernel {name!r} of {self.name!r}"
             with relaxed_capture():
                 module = self._code.module
-                handle = call_driver("cuModuleGetFunction", module, name.encode(), doing=doing)
-                call_driver("cuFuncLoad", handle, doing=doing)
+                handle = call_driver("cuModuleGetFunction", module, name.encode(), action=action)
+                call_driver("cuFuncLoad", handle, action=action)
             self._handles[name] = handle
         return self._handles[name]
 
@@ -181,13 +188,13 @@ class _Code:
     Permanent code needs no fence (`weft.cuda.driver.allocate_fence`) to wait for its kernels.
     """
 
-    def __init__(self, image: bytes, context: Any, *, name: str, stays: bool) -> None:
+    def __init__(self, image: bytes, context: Any, *, name: str, permanent: bool) -> None:
         self._name, self._context, self._owner = name, context, os.getpid()
-        doing = f"loading {name!r} ({len(image)} bytes)"
+        action = f"loading {name!r} ({len(image)} bytes)"
         with relaxed_capture():
-            self._fence = None if stays else allocate_fence()
+            self._fence = None if permanent else allocate_fence()
             try:
-                self.module: Any = call_driver("cuModuleLoadData", image, doing=doing)
+                self.module: Any = call_driver("cuModuleLoadData", image, action=action)
             except DriverError:
                 self._wait_for_all()
                 raise
@@ -200,11 +207,11 @@ class _Code:
         module, self.module = self.module, None
         if module is None or os.getpid() != self._owner:
             return
-        doing = f"unloading {self._name!r}"
+        action = f"unloading {self._name!r}"
         with relaxed_capture(), contextlib.ExitStack() as stack:
-            call_driver("cuCtxPushCurrent", self._context, doing=doing)
-            stack.callback(call_driver, "cuCtxPopCurrent", doing=doing)
-            stack.callback(call_driver, "cuModuleUnload", module, doing=doing)
+            call_driver("cuCtxPushCurrent", self._context, action=action)
+            stack.callback(call_driver, "cuCtxPopCurrent", action=action)
+            stack.callback(call_driver, "cuModuleUnload", module, action=action)
             stack.callback(self._wait_for_all)
             if after is not None:
                 self._wait_for(load_driver().CUstream(after))
@@ -212,34 +219,34 @@ class _Code:
     def _wait_for_all(self) -> None:
         memory, self._fence = self._fence, None
         if memory is not None:
-            call_driver("cuMemFree", memory, doing=f"waiting for the kernels of {self._name!r}")
+            call_driver("cuMemFree", memory, action=f"waiting for the kernels of {self._name!r}")
 
     def _wait_for(self, stream: Any) -> None:
         """Wait for a stream unless it is being captured, because waiting would break the capture.
 
         For the default stream, the driver reports whether a stream that blocks with it is captured.
         """
-        cuda, doing = load_driver(), f"waiting for the kernels of {self._name!r}"
+        cuda, action = load_driver(), f"waiting for the kernels of {self._name!r}"
         status, capturing = cuda.cuStreamIsCapturing(stream)
         if status == cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
             return
         if int(status) != 0:
-            raise DriverError(f"{doing}: {error_text(status)}")
+            raise DriverError(f"{action}: {describe_status(status)}")
         if capturing == cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
-            call_driver("cuStreamSynchronize", stream, doing=doing)
+            call_driver("cuStreamSynchronize", stream, action=action)
 
 
-def require_context(doing: str) -> Any:
+def require_context(action: str) -> Any:
     """Return this thread's current CUDA context, in practice torch's.
 
     Raises:
         DriverError: there is no current context or no NVIDIA driver.
     """
-    call_driver("cuInit", 0, doing=doing)
-    context = call_driver("cuCtxGetCurrent", doing=doing)
+    call_driver("cuInit", 0, action=action)
+    context = call_driver("cuCtxGetCurrent", action=action)
     if int(context) == 0:
         raise DriverError(
-            f"{doing}: this thread has no current CUDA context; let torch create one first, for "
+            f"{action}: this thread has no current CUDA context; let torch create one first, for "
             "example with torch.zeros(1, device='cuda')"
         )
     return context
@@ -260,5 +267,5 @@ def current_arch() -> str:
 def _device_attribute(name: str) -> int:
     which = getattr(load_driver().CUdevice_attribute, name)
     return int(
-        call_driver("cuDeviceGetAttribute", which, call_driver("cuCtxGetDevice"), doing=name)
+        call_driver("cuDeviceGetAttribute", which, call_driver("cuCtxGetDevice"), action=name)
     )

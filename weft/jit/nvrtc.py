@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.distribution import install_hint
 from weft.errors import CompileError, InvalidArgument
-from weft.jit.cache import Cache, key_of
+from weft.jit.cache import Cache, build_key
 from weft.jit.source import INCLUDE_ROOT, check_name, header_digest, number_lines, truncate_log
 
 # A real architecture, not compute_*, so that the driver does not compile PTX at load time.
@@ -50,7 +50,7 @@ def compile_cubin(
     key_options = ["--std=c++20", f"--gpu-architecture={arch}", *options]
     flags = [f"-I{INCLUDE_ROOT}", *key_options]
     version = nvrtc_version()
-    key = key_of(
+    key = build_key(
         kind="cubin",
         name=name,
         entry=entry,
@@ -117,7 +117,7 @@ def _compile(entry: str, *, name: str, flags: Sequence[str]) -> tuple[bytes, str
         text = truncate_log(log.decode(errors="replace")) if log.strip(b"\0 \n") else ""
         if int(status) != 0:
             raise CompileError(
-                f"{nvrtc_version()} refused {name!r} ({_error_text(nvrtc, status)})\n"
+                f"{nvrtc_version()} refused {name!r} ({_describe_status(nvrtc, status)})\n"
                 f"options: {' '.join(flags)}\n{number_lines(entry)}\n{text}\n"
                 "Line numbers refer to the entry above; fix it or the header that the log names."
             )
@@ -132,7 +132,7 @@ def _value(nvrtc: Any, result: tuple[Any, ...], call: str) -> Any:
     status, *values = result
     if int(status) != 0:
         raise CompileError(
-            f"{call} failed: {_error_text(nvrtc, status)}; check that cuda-bindings and "
+            f"{call} failed: {_describe_status(nvrtc, status)}; check that cuda-bindings and "
             "nvidia-cuda-nvrtc are of the same CUDA major version"
         )
     if len(values) == 1:
@@ -140,6 +140,6 @@ def _value(nvrtc: Any, result: tuple[Any, ...], call: str) -> Any:
     return tuple(values)
 
 
-def _error_text(nvrtc: Any, status: Any) -> str:
+def _describe_status(nvrtc: Any, status: Any) -> str:
     _, text = nvrtc.nvrtcGetErrorString(status)
     return str(text.decode())

@@ -20,8 +20,8 @@ from weft.arguments import check_bools, check_callable, check_choice, check_int,
 from weft.errors import InvalidArgument, SetupError
 from weft.group.group import Group
 from weft.group.meeting import Meeting
-from weft.launcher.processes import GRACE, GRACE_MEETING, Job, end_meeting, run_processes
-from weft.launcher.reports import Report, launch_error, report_of
+from weft.launcher.processes import GRACE, GRACE_MEETING, Job, abort_rendezvous, run_processes
+from weft.launcher.reports import Report, launch_error, run_and_report
 from weft.shape import MAX_RANKS
 
 T = TypeVar("T")
@@ -112,14 +112,14 @@ def _check_has_children() -> None:
         )
 
 
-def files_of(ranks: int, device: str) -> int:
+def count_open_files(ranks: int, device: str) -> int:
     """Return the number of descriptors of a launch: sockets, pipes and shares in flight."""
     return 16 + (2 * ranks * (ranks + 1) if device == "threads" else 4 * ranks)
 
 
 def _check_open_files(ranks: int, device: str) -> None:
     """Raise SetupError if the limit of open files is too low for a launch."""
-    needed = files_of(ranks, device)
+    needed = count_open_files(ranks, device)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     used = len(os.listdir("/proc/self/fd"))
     if limit != resource.RLIM_INFINITY and used + needed > limit:
@@ -177,10 +177,10 @@ def _run_threads(
                 timeout=group_timeout,
                 threads=True,
             )
-            report = report_of(rank, group, lambda: fn(group, *args))
+            report = run_and_report(rank, group, lambda: fn(group, *args))
         except BaseException as error:
             report = Report.from_error(rank, error)
-            end_meeting(meeting, rank, report)
+            abort_rendezvous(meeting, rank, report)
         finished.put(report)
 
     deadline = time.monotonic() + timeout

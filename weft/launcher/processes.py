@@ -24,7 +24,7 @@ import torch
 from weft import logs
 from weft.group.group import Group
 from weft.group.meeting import Meeting
-from weft.launcher.reports import Report, report_of
+from weft.launcher.reports import Report, run_and_report
 
 GRACE = 10.0  # seconds for the other ranks to end after one failed
 GRACE_MEETING = 1.0  # the same while the ranks still meet: no function runs that needs time
@@ -68,7 +68,7 @@ def run_processes(job: Job, timeout: float) -> list[Report]:
             ranks.append(_start(context, job, rank))
         _watch(job, ranks, deadline)
         return [
-            each.report or Report(rank, "running", name="ended", when=time.monotonic())
+            each.report or Report(rank, "running", name="ended", timestamp=time.monotonic())
             for rank, each in enumerate(ranks)
         ]
     finally:
@@ -139,15 +139,15 @@ def _watch(job: Job, ranks: Sequence[_Rank], deadline: float) -> None:
             grace = GRACE if ranks[r].met else GRACE_MEETING
             deadline = min(deadline, time.monotonic() + grace)
             if not ranks[r].met:
-                end_meeting(job.meeting, r, report)
+                abort_rendezvous(job.meeting, r, report)
 
 
-def end_meeting(meeting: Meeting, rank: int, report: Report) -> None:
+def abort_rendezvous(meeting: Meeting, rank: int, report: Report) -> None:
     """Report to the other ranks how one failed before all had met."""
     if rank == meeting.hub:  # it can no longer report its failure itself
         meeting.close(report.summary())
     else:
-        meeting.end(report.summary())
+        meeting.abort(report.summary())
 
 
 def _read_report(rank: int, each: _Rank) -> Report | None:
@@ -163,7 +163,7 @@ def _read_report(rank: int, each: _Rank) -> Report | None:
         each.process.join(1.0)  # the pipe ends a moment before the process
     if each.report is None and each.process.exitcode is not None:
         each.report = Report(
-            rank, "died", name="died", text=_describe_exit(each), when=time.monotonic()
+            rank, "died", name="died", text=_describe_exit(each), timestamp=time.monotonic()
         )
     return each.report
 
@@ -203,7 +203,7 @@ def _child(pipe: Connection, job: Job, rank: int) -> None:
     os.environ.clear()  # the server has the environment of the first launch
     os.environ.update(job.environment)
     try:
-        logs.set_up()
+        logs.configure()
         report = _work(pipe, job, rank)
     except BaseException as error:
         report = Report.from_error(rank, error)
@@ -240,4 +240,4 @@ def _work(pipe: Connection, job: Job, rank: int) -> Report:
         job.meeting, rank=rank, size=job.ranks, device=device, timeout=job.group_timeout
     )
     pipe.send_bytes(b"met")
-    return report_of(rank, group, lambda: fn(group, *args))
+    return run_and_report(rank, group, lambda: fn(group, *args))

@@ -38,9 +38,9 @@ class Report:
     name: str = ""
     text: str = ""
     trace: str = ""
-    when: float = 0.0
+    timestamp: float = 0.0
     echo: int = 0
-    blamed: tuple[int, ...] = ()
+    blamed_ranks: tuple[int, ...] = ()
 
     @classmethod
     def from_error(cls, rank: int, error: BaseException) -> Report:
@@ -53,9 +53,9 @@ class Report:
             name=type(error).__name__,
             text=str(error),
             trace=trace,
-            when=time.monotonic(),
+            timestamp=time.monotonic(),
             echo=_echo(error),
-            blamed=_named_ranks(rank, error),
+            blamed_ranks=_named_ranks(rank, error),
         )
 
     def summary(self, ranks: str = "") -> str:
@@ -73,7 +73,9 @@ class Report:
         return pickle.dumps(self)
 
 
-def report_of(rank: int, group: AbstractContextManager[Any], body: Callable[[], Any]) -> Report:
+def run_and_report(
+    rank: int, group: AbstractContextManager[Any], body: Callable[[], Any]
+) -> Report:
     """Run `body` within `group` and report how it ended.
 
     The time is taken before the group informs the others, so no echo is earlier than its cause.
@@ -82,7 +84,7 @@ def report_of(rank: int, group: AbstractContextManager[Any], body: Callable[[], 
     try:
         with group:
             try:
-                return Report(rank, "returned", value=body(), when=time.monotonic())
+                return Report(rank, "returned", value=body(), timestamp=time.monotonic())
             except BaseException as error:
                 report = Report.from_error(rank, error)
                 raise
@@ -134,16 +136,18 @@ def launch_error(reports: list[Report], ranks: int, timeout: float) -> RankFaile
             f"rank {_join(running)} of {ranks} still ran after {timeout:g} s and was ended; raise "
             "`timeout`, or look for what it waits for"
         )
-    returned = {r.rank: r.when for r in reports if r.kind == "returned"}
+    returned = {r.rank: r.timestamp for r in reports if r.kind == "returned"}
     missed = {
-        r.rank: [each for each in r.blamed if returned.get(each, r.when) < r.when] for r in failed
+        r.rank: [each for each in r.blamed_ranks if returned.get(each, r.timestamp) < r.timestamp]
+        for r in failed
     }
-    first = min(failed, key=lambda r: (r.echo, not missed[r.rank], r.when))
+    first = min(failed, key=lambda r: (r.echo, not missed[r.rank], r.timestamp))
     text = first.summary(f" of {ranks}")
     for rank in missed[first.rank]:
+        seconds = first.timestamp - returned[rank]
         text += (
-            f"\nRank {rank} had returned from its function {first.when - returned[rank]:.2f} s "
-            "before: every rank must make the same sequence of calls."
+            f"\nRank {rank} had returned from its function {seconds:.2f} s before: every rank must "
+            "make the same sequence of calls."
         )
     others = [f"rank {r.rank} ({r.name})" for r in failed if r is not first]
     if others:

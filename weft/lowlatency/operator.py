@@ -22,7 +22,7 @@ from weft.group import Group
 from weft.heap.header import header_structs
 from weft.hosts.config import HostSpan
 from weft.hosts.exchange import LowLatencyExchange, LowLatencyManyHosts, open_rail
-from weft.keywords import internal, refuse_unknown
+from weft.keywords import internal, reject_unknown
 from weft.lowlatency import compile as traced
 from weft.lowlatency.config import LowLatencyConfig, LowLatencyShape, memory_bytes, trace_shape
 from weft.lowlatency.exchange import LocalExchange
@@ -221,7 +221,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
             GroupError: the group is broken.
         """
         if _unknown:
-            refuse_unknown(self.dispatch, _unknown)
+            reject_unknown(self.dispatch, _unknown)
         if torch.compiler.is_dynamo_compiling():
             return traced.dispatch(self, x, topk_ids, topk_weights)
         return self.run_dispatch("dispatch", x, topk_ids, topk_weights)
@@ -262,7 +262,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
             GroupError: the group is broken.
         """
         if _unknown:
-            refuse_unknown(self.combine, _unknown)
+            reject_unknown(self.combine, _unknown)
         if torch.compiler.is_dynamo_compiling() or traced.is_traced(handle):
             return traced.combine(self, y, topk_ids, topk_weights, handle, out, add)
         return self.run_combine("combine", y, topk_ids, topk_weights, handle, out, add)
@@ -286,7 +286,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
                 function or `dispatch_recv`.
         """
         if _unknown:
-            refuse_unknown(self.dispatch_send, _unknown)
+            reject_unknown(self.dispatch_send, _unknown)
         self._check_split_phase("dispatch_send")
         return self.run_dispatch("dispatch_send", x, topk_ids, topk_weights), self._receive
 
@@ -328,7 +328,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
                 function or `combine_recv`.
         """
         if _unknown:
-            refuse_unknown(self.combine_send, _unknown)
+            reject_unknown(self.combine_send, _unknown)
         self._check_split_phase("combine_send")
         result = self.run_combine("combine_send", y, topk_ids, topk_weights, handle, out, add)
         return result, self._combine_receive

@@ -239,9 +239,7 @@ class CudaKernels:
         key = (name, programmatic, cluster)
         if key not in self._launchers:
             function, (struct, _) = self._functions[name], self._program.entry_points[name]
-            self._launchers[key] = Launcher(
-                function, struct, programmatic=programmatic, cluster=cluster
-            )
+            self._launchers[key] = Launcher(function, struct, use_pdl=programmatic, cluster=cluster)
         return self._launchers[key]
 
     def _per_sm(self, name: str, threads: int) -> int:

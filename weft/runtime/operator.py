@@ -37,9 +37,9 @@ from weft.heap import Heap
 from weft.heap.header import (
     ABI,
     EPOCH_MASK,
-    HOST_ASKS_TO_LEAVE,
+    EXIT_REASON_BYTES,
     HOST_BITS,
-    LAST_WORDS_BYTES,
+    HOST_REQUESTS_LEAVE,
     CallRecord,
     ErrorRecord,
     Record,
@@ -47,7 +47,7 @@ from weft.heap.header import (
     header_structs,
     rank_set_words,
 )
-from weft.heap.room import require_room
+from weft.heap.host_memory import check_host_memory
 from weft.keywords import internal
 from weft.runtime import library
 from weft.runtime.ambient import without_autocast
@@ -160,7 +160,7 @@ class Operator(ABC):
             self.config, self._kernels = prepare()
         except Exception as error:  # the vote reports it on every rank
             problem = error
-        group.vote(problem, doing=f"preparing {what}", undo=lambda: self._kernels.close())
+        group.vote(problem, action=f"preparing {what}", undo=lambda: self._kernels.close())
         self.first_epoch, self.timeouts = first_epoch & EPOCH_MASK, limits
         self.living_mask = group.local.living_mask
         self._mirrors = header_structs(group.local.size)
@@ -171,7 +171,7 @@ class Operator(ABC):
             if group.hosts == 1:
                 self._allocate(what)
             else:
-                group.together(lambda: self._allocate(what), doing=f"making {what}")
+                group.run_collective(lambda: self._allocate(what), action=f"making {what}")
         except BaseException:
             self._kernels.close()
             raise
@@ -183,13 +183,13 @@ class Operator(ABC):
         """Allocate and initialise this host's heap. Collective over its ranks."""
         local, share_bytes, own_bytes = self.group.local, self.config.share_bytes, self._own_bytes()
         if own_bytes:
-            require_room(local, share_bytes + own_bytes, what=what)
+            check_host_memory(local, share_bytes + own_bytes, what=what)
         self.heap = Heap.create(local, share_bytes)
         end = self.heap.base + local.size * self.heap.stride
         _heaps[id(self.heap)] = self.heap.base, end, self.kind
         weakref.finalize(self.heap, _heaps.pop, id(self.heap), None)
         # The vote is a barrier: no peer may write into this share before it is initialised.
-        local.together(self._initialise, doing=f"initialising {what}")
+        local.run_collective(self._initialise, action=f"initialising {what}")
 
     def _header(self) -> ctypes.Structure:
         header, local = self._mirrors.Header(), self.group.local
@@ -314,7 +314,7 @@ class Operator(ABC):
         """
         with self._access:
             self.check_open()
-            word = self._mailbox.host_word[0] & HOST_ASKS_TO_LEAVE
+            word = self._mailbox.host_word[0] & HOST_REQUESTS_LEAVE
             return bool(self._mailbox.broken_code or word)
 
     def abort(self) -> None:
@@ -331,7 +331,7 @@ class Operator(ABC):
             self.check_open()
             self._leave_reason = self._leave_reason or "called abort()"
             self._notify_once(ABORTED, "")
-            self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
+            self._mailbox.host_word[0] |= HOST_REQUESTS_LEAVE
         for companion in self._companions:
             companion.end(Aborted(f"rank {self.group.rank} called abort(); make a new group"))
 
@@ -437,17 +437,17 @@ class Operator(ABC):
                 self._mailbox.host_word[rank // HOST_BITS] |= 1 << rank % HOST_BITS
 
     @internal
-    def announce_leave(self, why: str, *, settled: bool = False) -> None:
+    def announce_leave(self, reason: str, *, drain: bool = False) -> None:
         """Notify the peers that this rank starts no more calls; running calls continue.
 
-        Any thread may call it. With `settled`, first wait for all enqueued work of this GPU, which
+        Any thread may call it. With `drain`, first wait for all enqueued work of this GPU, which
         peers rely on.
         """
-        if settled and os.getpid() == self._owner:
+        if drain and os.getpid() == self._owner:
             synchronize_device(self.group.device)
         with self._access:
             if not self._freed:
-                self._notify_once(PEER_LEFT, why)
+                self._notify_once(PEER_LEFT, reason)
 
     @internal
     def suspected_ranks(self) -> set[int]:
@@ -511,7 +511,7 @@ class Operator(ABC):
         )
 
     @internal
-    def leave_for_mismatch(self, why: str) -> None:
+    def leave_for_mismatch(self, reason: str) -> None:
         """Leave the group because the ranks' calls differ; peers raise the same text."""
         # Not for long: the caller holds the lock of another operator, and two threads may each wait
         # for the other's. Without the notice, the peers' own deadline ends their calls.
@@ -519,9 +519,9 @@ class Operator(ABC):
             return
         try:
             if not self._freed and not self._mailbox.broken_code:
-                self._failure, self._has_raised = GeometryMismatch(why), True
-                self._notify_once(GEOMETRY_MISMATCH, why)
-                self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
+                self._failure, self._has_raised = GeometryMismatch(reason), True
+                self._notify_once(GEOMETRY_MISMATCH, reason)
+                self._mailbox.host_word[0] |= HOST_REQUESTS_LEAVE
         finally:
             self._access.release()
 
@@ -548,7 +548,7 @@ class Operator(ABC):
                     self._write_share()
                 except BaseException as error:
                     self._leave_reason = f"could not recover: {format_reason(error)}"
-                    words[0] = HOST_ASKS_TO_LEAVE
+                    words[0] = HOST_REQUESTS_LEAVE
                     raise
                 self._leave_reason = ""
             failures = []
@@ -583,13 +583,13 @@ class Operator(ABC):
         self._companions, self._ignored_refusals = (*self._companions, companion), reports
 
     @internal
-    def leave(self, why: str) -> None:
+    def leave(self, reason: str) -> None:
         """Leave the group: this rank's waits and later calls raise, and peers get the reason."""
         with self._access:
             if not self._freed:
-                self._leave_reason = self._leave_reason or why
-                self._notify_once(PEER_LEFT, why)
-                self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
+                self._leave_reason = self._leave_reason or reason
+                self._notify_once(PEER_LEFT, reason)
+                self._mailbox.host_word[0] |= HOST_REQUESTS_LEAVE
 
     @internal
     def begin_call(self, doing: str) -> None:
@@ -641,11 +641,11 @@ class Operator(ABC):
 
     def _raise_if_broken(self) -> None:
         """Raise the error that broke the group, if any. Within a call, or under `_access`."""
-        if self._mailbox.broken_code or self._mailbox.host_word[0] & HOST_ASKS_TO_LEAVE:
+        if self._mailbox.broken_code or self._mailbox.host_word[0] & HOST_REQUESTS_LEAVE:
             self._has_raised = True
         if self._mailbox.broken_code:
             raise self._breakage(ErrorRecord.from_buffer_copy(self._mailbox.broken))
-        if self._mailbox.host_word[0] & HOST_ASKS_TO_LEAVE:
+        if self._mailbox.host_word[0] & HOST_REQUESTS_LEAVE:
             if self._failure is not None:
                 raise self._failure
             raise Aborted(f"this rank, {self.group.rank}, {self._leave_reason}; make a new group")
@@ -670,7 +670,7 @@ class Operator(ABC):
         return group_error(
             record,
             lambda rank: local.pid(ranks.index(rank)),
-            lambda rank: self._last_words(ranks.index(rank)),
+            lambda rank: self._read_exit_reason(ranks.index(rank)),
             lambda rank, value: self._call_text(ranks.index(rank), value),
             first_epoch=self.first_epoch,
             machines=self.group.job_machines,
@@ -682,7 +682,7 @@ class Operator(ABC):
         Leaves those operators, whose peers wait for this rank in vain.
         """
         if not self._other_order:
-            own_name, others = self.group.local.elsewhere(self, record.peer)
+            own_name, others = self.group.local.find_diverged_operators(self, record.peer)
             if not others:
                 return None
             ranks = self.group.host_ranks[self.group.host]
@@ -744,7 +744,7 @@ class Operator(ABC):
             self._closing = True
         if os.getpid() != self._owner:
             return True
-        self.announce_leave(f"closed its {self.kind}", settled=True)
+        self.announce_leave(f"closed its {self.kind}", drain=True)
         if self._caller == threading.get_ident():
             return True  # called from a signal handler or finalizer within the call itself
         if not self._busy.acquire(blocking=False):
@@ -752,7 +752,7 @@ class Operator(ABC):
                 self._leave_reason = (
                     self._leave_reason or f"closed this {self.kind} in another thread"
                 )
-                self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
+                self._mailbox.host_word[0] |= HOST_REQUESTS_LEAVE
             self._busy.acquire()
         return True
 
@@ -768,7 +768,7 @@ class Operator(ABC):
         for companion in self._companions:
             companion.close()
 
-    def _notify_once(self, code: int, why: str) -> None:
+    def _notify_once(self, code: int, reason: str) -> None:
         """Write why this rank leaves, then a notice to each peer (make_notice in header.cuh).
 
         Does nothing if an earlier notice, or a kernel that broke the group, has notified them.
@@ -777,8 +777,8 @@ class Operator(ABC):
             return
         self._has_notified = True
         rank, heap = self.site.rank, self.heap
-        text = why.encode(errors="replace")[: LAST_WORDS_BYTES - 1] + b"\0"
-        heap.write(rank, self._mirrors.Header.last_words.offset, text)
+        text = reason.encode(errors="replace")[: EXIT_REASON_BYTES - 1] + b"\0"
+        heap.write(rank, self._mirrors.Header.exit_reason.offset, text)
         notice = (code << 56 | rank << 40).to_bytes(8, "little")
         for peer in range(self.group.local.size):
             if peer != rank and self.living_mask >> peer & 1:
@@ -794,9 +794,9 @@ class Operator(ABC):
             return ""
         return self._describe_call(record)
 
-    def _last_words(self, rank: int) -> str:
+    def _read_exit_reason(self, rank: int) -> str:
         header = self._header_of(rank)
-        return bytes(header.last_words).split(b"\0")[0].decode(errors="replace")
+        return bytes(header.exit_reason).split(b"\0")[0].decode(errors="replace")
 
 
 @functools.cache

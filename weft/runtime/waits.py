@@ -47,7 +47,7 @@ class _Wait:
     def __init__(self) -> None:
         self.waiting_ns = 0
         self.progress = b""
-        self.reminder: logs.Reminder | None = None
+        self.reminder: logs.WaitLogTimer | None = None
 
 
 class Watcher:
@@ -79,7 +79,7 @@ class Watcher:
             thread.join(_JOIN)
 
     def _run(self) -> None:
-        while not self._stop.wait(min(1.0, logs.REMIND_AFTER / 5)):
+        while not self._stop.wait(min(1.0, logs.FIRST_LOG_SECONDS / 5)):
             for operator, wait in list(self._waits.items()):
                 try:
                     keep = _poll(operator, wait)
@@ -108,7 +108,7 @@ def _poll(operator: WatchedOperator, wait: _Wait) -> bool:
     if header.waiting_ns == wait.waiting_ns:  # no kernel is waiting
         wait.reminder = None
     elif wait.reminder is None or progress != wait.progress:
-        wait.reminder = logs.Reminder()
+        wait.reminder = logs.WaitLogTimer()
     elif (waited := wait.reminder.due()) is not None:
         _log_wait(operator, header, waited)
     wait.waiting_ns, wait.progress = header.waiting_ns, progress

@@ -105,7 +105,7 @@ class Buffer:
         }
         self._owns_group = not isinstance(group, Group)
         weft_group = group if isinstance(group, Group) else Group.from_torch(group)
-        self._group = weft_group.one_host("Buffer")
+        self._group = weft_group.require_one_host("Buffer")
         self.group = self._group if group is None else group
         self.rank, self.group_size = self._group.rank, self._group.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes

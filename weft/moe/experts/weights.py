@@ -24,7 +24,7 @@ from weft.gemm.mxfp4 import (
     pack_mxfp4,
     quantize_mxfp4,
 )
-from weft.group.hosts import default_device
+from weft.group.hosts import resolve_device
 from weft.moe.experts.checkpoint import MAX_LAYER, Part, open_layer
 from weft.moe.experts.modules import Expert
 from weft.moe.experts.quantize import expand_scales, mxfp4_to_fp8, quantize_blocks, to_fp8
@@ -116,7 +116,7 @@ class ExpertWeights:
             InvalidArgument: an expert lacks a bias, or its sizes are not the config's.
         """
         check_instance("config", config, MoEConfig)
-        device = None if device is None else default_device(device)
+        device = None if device is None else resolve_device(device)
         if not isinstance(experts, list | tuple):
             raise_invalid("experts", experts, "a list of weft.moe.Expert")
         for i, expert in enumerate(experts):
@@ -189,7 +189,7 @@ class ExpertWeights:
         layer = check_int("layer", layer, 0, MAX_LAYER)
         expert_ids = check_ints("experts", experts, 0, config.routing.num_experts - 1)
         check_bools(fp8=fp8)
-        device = default_device(device)
+        device = resolve_device(device)
         if prefix is not None and not isinstance(prefix, str):
             raise_invalid("prefix", prefix, "a str such as 'mtp'")
         with open_layer(folder, layer, config, prefix) as reader:

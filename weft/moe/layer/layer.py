@@ -135,9 +135,9 @@ class MoE:
         options = LayerOptions.from_arguments(locals())
         check_group(group)
         with group.creation(is_workspace=True) as creation:
-            plans = group.together(
+            plans = group.run_collective(
                 lambda: build_plans(config, options, group.device, hosts=group.hosts),
-                doing="preparing an MoE layer",
+                action="preparing an MoE layer",
             )
             group.agree(options.manifest(config), what="MoE layer")
             choice = agree_on_choice(group, list(plans), overlap=overlap, max_tokens=max_tokens)
@@ -521,7 +521,7 @@ class MoE:
             normalize_topk(empty.int(), empty.bfloat16())
             return local
 
-        self._weights = group.together(check, doing="loading an MoE layer")
+        self._weights = group.run_collective(check, action="loading an MoE layer")
         placement = weakref.ref(self._placement)  # the group keeps the callback
         group.record(
             lambda messages: messages.compare(_logical(placement()), "the placement of experts")

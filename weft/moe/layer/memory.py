@@ -8,7 +8,7 @@ import torch
 from weft.alltoall.config import AllToAllConfig
 from weft.arguments import check_int
 from weft.errors import InvalidArgument
-from weft.group.hosts import default_device
+from weft.group.hosts import resolve_device
 from weft.grouping.config import expert_group_config
 from weft.grouping.operator import buffer_bytes
 from weft.lowlatency.config import LowLatencyConfig
@@ -24,7 +24,7 @@ from weft.shape import MAX_RANKS
 
 def _memory(query: MemoryQuery) -> Memory:
     ranks = check_int("ranks", query.ranks, 1, MAX_RANKS)
-    device = default_device(query.device)
+    device = resolve_device(query.device)
     sizes, errors = [], []
     for (_, overlap), plan in build_plans(query.config, query, device).items():
         if query.overlap in (AUTO, overlap):

@@ -121,7 +121,7 @@ class LayerPlacement:
                         )
                 stack.enter_context(workspace.exclusive("relocate"))
 
-            group.together(begin, doing="relocating experts")
+            group.run_collective(begin, action="relocating experts")
             assert old is not None
             # To move weights between ranks, all must have the same current placement.
             now = list(old.logical) if weights is None else None

@@ -128,7 +128,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
         self._tokens = options.max_tokens  # of the latest call; selects the GEMM plans
         self.exchange = self._open_exchange()
         try:
-            group.together(self._open_buffers, doing="preparing an MoE layer's experts")
+            group.run_collective(self._open_buffers, action="preparing an MoE layer's experts")
         except BaseException:
             self.close()
             raise

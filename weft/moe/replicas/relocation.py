@@ -102,7 +102,7 @@ class Relocation:
             for begin in range(0, row.shape[1], self._piece):
                 part = row[:, begin : begin + self._piece]
                 for copy in (self._copy_out, self._copy_in):
-                    self._group.together(partial(copy, part), doing="relocating experts")
+                    self._group.run_collective(partial(copy, part), action="relocating experts")
 
     def _copy_out(self, part: torch.Tensor) -> None:
         """Copy the pieces of all experts that this rank sends to its staging memory."""

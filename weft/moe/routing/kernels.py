@@ -116,8 +116,8 @@ class StatelessKernel(threading.local):
         with loading_context(torch.cuda.current_device()):
             source, arch = self.source(rule), current_arch()
             cubin = compile_cubin(source, name=self.name, arch=arch, options=CUDA_OPTIONS)
-            module = CudaModule(cubin, name=self.name, stays=True)
-            return Launcher(module.function(self.name), self.args, programmatic=True)
+            module = CudaModule(cubin, name=self.name, permanent=True)
+            return Launcher(module.function(self.name), self.args, use_pdl=True)
 
 
 def _route(rule: str) -> str:

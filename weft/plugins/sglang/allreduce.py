@@ -90,7 +90,7 @@ class TensorParallel:
         self.fuses = model_fuses and own
         self.timeout = Settings.read("SGLANG").timeout
         ranks = Group.from_torch(tensor.cpu_group, device=device, timeout=self.timeout)
-        self.group = ranks.one_host(
+        self.group = ranks.require_one_host(
             f"{SWITCH}=1", fix=f"unset {SWITCH}, or keep --tp within one host"
         )
         self._watch = Watch(self.group, end=end_server(os.getppid()))

@@ -71,7 +71,7 @@ def after_load_model(result: Any, runner: Any) -> None:
         if _blocks is None:
             group = Group.from_torch(_processes(), device=device_of(runner), timeout=LOAD_TIMEOUT)
             if server_args.elastic_ep_backend is not None:
-                group.one_machine(
+                group.require_one_machine(
                     "--elastic-ep-backend weft", fix="leave it out, or start without --nnodes"
                 )
             _blocks = Blocks(group, limits_of(server_args, settings), settings)

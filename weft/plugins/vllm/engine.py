@@ -102,7 +102,7 @@ def get_blocks(experts: Any) -> Blocks:
             get_current_vllm_config(), parallel, prefill_tokens=settings.prefill_tokens
         )
         ranks, device = get_ep_group().cpu_group, device_of(experts)
-        group = Group.from_torch(ranks, device=device, timeout=LOAD_TIMEOUT).one_host(
+        group = Group.from_torch(ranks, device=device, timeout=LOAD_TIMEOUT).require_one_host(
             f"WEFT_VLLM={settings.form}",
             fix="keep expert-parallel ranks within one host, without --nnodes, or unset WEFT_VLLM",
         )

@@ -24,7 +24,7 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")  # in memory.stat
 
 
-def require_room(group: Group, bytes_each: int, *, what: str) -> None:
+def check_host_memory(group: Group, bytes_each: int, *, what: str) -> None:
     """Raise InvalidArgument, equal on every rank, if `bytes_each` per rank cannot fit. Collective.
 
     Ranks in one control group share its limit. `what` names the object for errors.

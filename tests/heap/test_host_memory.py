@@ -12,7 +12,7 @@ import torch
 
 import weft
 from weft.errors import InvalidArgument
-from weft.heap import room
+from weft.heap import host_memory
 
 GIB = 1 << 30
 Host = Callable[..., None]
@@ -44,15 +44,15 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
             (folder / "memory.current").write_text(f"{used}\n")
             stat = f"anon 7\ninactive_file {files}\nactive_file 0\n"
             (folder / "memory.stat").write_text(stat)
-        monkeypatch.setattr(room, "PROC", proc)
-        monkeypatch.setattr(room, "CGROUPS", tree)
+        monkeypatch.setattr(host_memory, "PROC", proc)
+        monkeypatch.setattr(host_memory, "CGROUPS", tree)
 
     return set_up
 
 
 def refusal(group: weft.Group, size: int) -> str:
     try:
-        room.require_room(group, size, what="a heap")
+        host_memory.check_host_memory(group, size, what="a heap")
     except InvalidArgument as error:
         return str(error)
     return ""
@@ -96,7 +96,7 @@ def test_the_tightest_control_group_counts(ranks, host, own, path):
     text = common_refusal(ranks, 2 * GIB + 1)
     assert f"({4 * GIB + 2} bytes) together for the 2 in the control group of rank 0" in text
     assert f"({4 * GIB} bytes) left" in text
-    assert str(room.CGROUPS / path) in text
+    assert str(host_memory.CGROUPS / path) in text
 
 
 def test_groups_without_a_limit_and_gpu_ranks_are_unlimited(ranks, host):
