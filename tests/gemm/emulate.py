@@ -154,7 +154,7 @@ class EmulatedGemms:
         rows, experts = len(call.a), len(call.b)
         clusters = plan.max_m_blocks(rows, experts) * -(-call.sizes[1] // CLUSTER_N)
         args, broken = (
-            kernels.Arguments(call).with_addresses(call.addresses),
+            kernels.HopperArguments(call).fill_addresses(call.addresses),
             (ctypes.c_uint32 * len(RULES))(),
         )
         self._write_late(call)
@@ -211,7 +211,7 @@ class EmulatedHopper:
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         """Let calls with a WgmmaPlan and CPU tensors run the kernels."""
         patch.setattr(reference, "compute", self.compute)
-        patch.setattr(kernels, "tensor_map", tensor_map)
+        patch.setattr(kernels, "encode_tensor_map", tensor_map)
 
     def compute(self, call: GemmCall, plan: WgmmaPlan) -> None:
         """Run one grouped GEMM to its end."""

@@ -28,8 +28,8 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
             assert len(at) == self.count
             launches.append(tuple(at))
 
-    monkeypatch.setattr(operator, "_on_gpu", lambda _: True)
-    monkeypatch.setattr(operator, "_calls", operator._Calls())
+    monkeypatch.setattr(operator, "_is_cuda", lambda _: True)
+    monkeypatch.setattr(operator, "_calls", operator._ThreadCalls())
     monkeypatch.setattr(kernels, "HopperLaunch", Launch)
     monkeypatch.setattr(triton_launch, "TritonLaunch", Launch)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push, plan
 from weft.gemm.call import GemmCall
 from weft.gemm.config import FP8
-from weft.gemm.triton_launch import Arguments, grouped_kernel, kernel_constants
+from weft.gemm.triton_launch import TritonArguments, build_kernel_constants, import_grouped_kernel
 
 pytestmark = pytest.mark.slow
 
@@ -96,11 +96,11 @@ def described(
 
 def compiled(call: GemmCall, plan: GemmPlan, folder: Path) -> Compiled:
     """Compile for sm_90a; the cubin is written to `folder`."""
-    function = grouped_kernel()
-    arguments = Arguments(call, plan).build(
+    function = import_grouped_kernel()
+    arguments = TritonArguments(call, plan).build(
         call.tensors, lambda t, _shape, _strides, block: (t, block)
     )
-    constants = kernel_constants(call, plan)
+    constants = build_kernel_constants(call, plan)
     names = function.arg_names
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}

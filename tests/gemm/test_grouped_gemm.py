@@ -94,7 +94,11 @@ def kernel(device: str) -> Iterator[None]:
     from triton.runtime import interpreter
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from weft.gemm.triton_launch import Arguments, grouped_kernel, kernel_constants
+    from weft.gemm.triton_launch import (
+        TritonArguments,
+        build_kernel_constants,
+        import_grouped_kernel,
+    )
 
     patch_tensor, convert_float = interpreter._patch_lang_tensor, interpreter._convert_float
 
@@ -111,8 +115,8 @@ def kernel(device: str) -> Iterator[None]:
 
     def interpret(call: GemmCall, plan: GemmPlan | WgmmaPlan) -> None:
         assert isinstance(plan, GemmPlan)
-        arguments = Arguments(call, plan).build(call.tensors, TensorDescriptor)
-        grouped_kernel()[(3,)](*arguments, **kernel_constants(call, plan))
+        arguments = TritonArguments(call, plan).build(call.tensors, TensorDescriptor)
+        import_grouped_kernel()[(3,)](*arguments, **build_kernel_constants(call, plan))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang_tensor", patched)
@@ -230,7 +234,7 @@ def test_counts_are_clamped_to_the_rows(device: str):
 def test_gating_parameters_equal_the_layers() -> None:
     y = torch.randn(7, 64) * 5
     for theirs in (SWIGLU, CLAMPED_SWIGLU, Gating(beta=0.5, linear_beta=3.0)):
-        ours = reference.gate(Gated(**asdict(theirs)), y)
+        ours = reference.apply_gating(Gated(**asdict(theirs)), y)
         torch.testing.assert_close(ours, theirs.apply(y.clone()), rtol=1e-6, atol=1e-6)
 
 

@@ -44,7 +44,7 @@ from weft.gemm import (
     plan,
 )
 from weft.gemm.config import BLOCK_MS, FP8, FP8_BLOCK_MS, MXFP4, MXFP4_BLOCK_MS
-from weft.gemm.kernels import BIASES, GemmShape, preload
+from weft.gemm.kernels import BIASES, GemmShape, preload_kernels
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DEVICES = [
@@ -140,7 +140,7 @@ def compiled() -> None:
     torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("WgmmaPlan's kernel is for Hopper")
-    preload([*dict.fromkeys(all_shapes("cuda"))])
+    preload_kernels([*dict.fromkeys(all_shapes("cuda"))])
 
 
 @pytest.fixture

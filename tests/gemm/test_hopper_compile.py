@@ -16,7 +16,7 @@ from weft.gemm.config import (
     SHARED_BYTES,
     WgmmaPlan,
 )
-from weft.gemm.kernels import SHARED, GemmShape, wgmma_ns
+from weft.gemm.kernels import SHARED, GemmShape, wgmma_n_sizes
 from weft.jit.cache import Cache, build_key
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin, nvrtc_version
 
@@ -96,7 +96,7 @@ def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int):
     code = disassemble(cubin)
     result = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)
     # Where CTAs share an SM, tiles of more than 64 rows are multiplied in two parts.
-    assert {int(n) for n in result} == set(wgmma_ns(min(block_m, 64) if ctas > 1 else block_m))
+    assert {int(n) for n in result} == set(wgmma_n_sizes(min(block_m, 64) if ctas > 1 else block_m))
     assert not re.search(r"QGMMA\S* R\d+, gdesc", code), "no weights from shared memory"
     assert "UBLKCP" in code
     assert "UTMALDG.2D.MULTICAST" in code
@@ -117,7 +117,7 @@ def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(epilogue: str, block_m: 
     assert "serialized" not in log, log
     code = disassemble(cubin)
     result = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32\.?(BF16|)\b", code)
-    assert {(int(n), kind) for n, kind in result} == {(n, type_) for n in wgmma_ns(block_m)}
+    assert {(int(n), kind) for n, kind in result} == {(n, type_) for n in wgmma_n_sizes(block_m)}
     assert "UTMALDG.2D.MULTICAST" in code
     assert ("UTMALDG.5D" in code) == (epilogue in ("gated", "situ"))
     assert re.search(r"STG?\.E\.\S*128", code) or re.search(r"ST\.E\.128", code)
@@ -150,7 +150,7 @@ def test_its_code_is_tensor_cores_and_whole_vectors(epilogue: str):
     code = disassemble(compiled(fp8_shape(epilogue, 128))[0])
     assert not re.search(r"\bCALL\b", code)
     shapes = {int(n) for n in re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3", code)}
-    assert shapes == set(wgmma_ns(128))
+    assert shapes == set(wgmma_n_sizes(128))
     assert "UTMALDG.2D.MULTICAST" in code
     strong = re.findall(r"STG?\.E\.128\.STRONG\.SYS", code)
     assert bool(strong) == (epilogue == "push"), "rows with flag-in-data are stored at system scope"

@@ -53,7 +53,7 @@ class GemmRun:
         plan = WgmmaPlan(self.block_m)
         shapes = (shape_of(case, self.block_m, self.epilogue, **prefetch),)
         library = ctypes.CDLL(str(compile_gemms(shapes, mutation)))
-        patch.setattr(kernels, "tensor_map", tensor_map)
+        patch.setattr(kernels, "encode_tensor_map", tensor_map)
         made = case.make()
         oracle = made.oracle()
         for seed in range(seeds):

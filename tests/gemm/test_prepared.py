@@ -131,16 +131,16 @@ def test_a_tensor_map_is_encoded_for_each_new_address(monkeypatch: pytest.Monkey
         encoded.append(address)
         return address.to_bytes(8, "little") * kernels.MAP_WORDS
 
-    monkeypatch.setattr(kernels, "tensor_map", tensor_map)
+    monkeypatch.setattr(kernels, "encode_tensor_map", tensor_map)
     made = Case().make()
     checked = check_call(
         *(made.a, made.b),
         **{"bias": None, "out": None, "epilogue": STORE, **made.given},
     )
-    arguments, at = kernels.Arguments(checked), checked.addresses
+    arguments, at = kernels.HopperArguments(checked), checked.addresses
     for a, b, boxes in ((16, 32, 5), (16, 32, 0), (48, 32, 4), (48, 64, 1)):
         encoded.clear()
-        result = arguments.with_addresses([*at[:-2], a, b])
+        result = arguments.fill_addresses([*at[:-2], a, b])
         assert len(encoded) == boxes
         assert list(result.weights_map) == [b] * kernels.MAP_WORDS
         assert [list(words) for words in result.rows_map] == [[a] * kernels.MAP_WORDS] * 4

@@ -52,7 +52,7 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
     "masked with offsets": (
         Case(masked=True),
         lambda _: {"offsets": torch.zeros(4, dtype=INT)},
-        "offsets are given",
+        "offsets are set",
     ),
     "offsets' length": (Case(), lambda _: {"offsets": torch.zeros(7, dtype=INT)}, r"\[7\]"),
     "int64 counts": (Case(), lambda m: {"counts": m.given["counts"].long()}, "int64"),
@@ -87,7 +87,7 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
     "an abort flag without flag-in-data": (
         Case(),
         lambda m: push(m, abort_flag=torch.zeros(1, dtype=torch.int32)),
-        "only with flag_in_data=True",
+        "abort_flag of Push needs flag_in_data=True",
     ),
     "an abort flag of another size": (
         Case(),
@@ -97,7 +97,7 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
     "quantised columns": (
         Case(dtype=torch.bfloat16, n=128),
         lambda _: {"epilogue": GatedQuant()},
-        "64 gated columns",
+        "n is 128; GatedQuant needs",
     ),
     "a gate without an up": (
         Case(dtype=torch.bfloat16, n=264),
@@ -118,14 +118,14 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
     "a bias of WgmmaPlan": (
         Case(),
         lambda _: {"plan": WgmmaPlan(32), "bias": torch.ones(3, 256)},
-        "no bias for FP8",
+        "does not support a bias for FP8",
     ),
     "gating of WgmmaPlan": (
         Case(),
         lambda _: {"plan": WgmmaPlan(32), "epilogue": Gated()},
         "FP8 with GatedQuant",
     ),
-    "n of WgmmaPlan": (Case(n=384), lambda _: {"plan": WgmmaPlan(32)}, "multiples of 256 for"),
+    "n of WgmmaPlan": (Case(n=384), lambda _: {"plan": WgmmaPlan(32)}, "multiple of 256 for"),
     "FP8 of BF16 by WgmmaPlan": (
         Case(dtype=torch.bfloat16),
         lambda _: {"plan": WgmmaPlan(32), "epilogue": GatedQuant()},
@@ -168,7 +168,7 @@ def test_refused(name: str, known: bool, monkeypatch: pytest.MonkeyPatch):
         ({"offset": math.nan}, "offset is nan.*finite"),
         ({"limit": 0.0}, "limit is 0.0"),
         ({"limit": math.inf}, "limit is inf"),
-        ({"beta": 4.0}, "beta is 4.0, linear_beta None: SiTU has both"),
+        ({"beta": 4.0}, "beta is 4.0 and linear_beta is None; pass both"),
         ({"beta": 4.0, "linear_beta": 0.0}, "linear_beta is 0"),
     ],
 )
@@ -198,7 +198,7 @@ def test_on_gpus_flag_in_data_needs_a_wgmma_plan() -> None:
     push = Push(torch.zeros(1, dtype=torch.int64), flag_in_data=True)
     a = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
     call: Any = SimpleNamespace(a=a, b=a, gated=False, epilogue=push)
-    with pytest.raises(InvalidArgument, match="needs a WgmmaPlan, which runs on Hopper only"):
+    with pytest.raises(InvalidArgument, match="needs a WgmmaPlan, which only Hopper GPUs support"):
         check_plan(call, GemmPlan(64, block_k=64))
     call.epilogue = Push(push.dst_addr)
     check_plan(call, GemmPlan(64, block_k=64))

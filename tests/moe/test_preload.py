@@ -45,12 +45,12 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
     """Return the kernels that are loaded on a CPU that poses as a Hopper GPU."""
     kinds: set[GemmShape] = set()
 
-    def preload(wanted: Iterable[GemmShape]) -> None:
+    def preload_kernels(wanted: Iterable[GemmShape]) -> None:
         kinds.update(wanted)
 
     for module in (grouped_experts, gemm_config):
         monkeypatch.setattr(module, "is_hopper", lambda device: device is not None)
-    monkeypatch.setattr(grouped_experts, "preload", preload)
+    monkeypatch.setattr(grouped_experts, "preload_kernels", preload_kernels)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     return kinds
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped GEMM of experts, in Triton and in CUDA for Hopper. docs/user/gemm.md."""
+"""Grouped GEMM of experts in Triton, and in CUDA for Hopper; see docs/user/gemm.md."""
 
 from weft.gemm.config import (
     STORE,

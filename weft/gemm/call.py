@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a grouped GEMM, and their validation."""
+"""Validation of the tensors of a grouped GEMM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.gemm.config import (
     GatedQuant,
     Push,
 )
-from weft.gemm.mxfp4 import UNIT_BYTES, check_like, weight_sizes
+from weft.gemm.mxfp4 import UNIT_BYTES, check_tensor_like, weight_sizes
 from weft.runtime.check import OverlapRule, find_overlap, memory_range, raise_not_tensor
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,9 +37,9 @@ class GemmCall:
     """Checked tensors of one grouped GEMM, with rows flattened to `[rows, ...]`.
 
     Attributes:
-        starts: int32, first row of each expert. None: expert e starts at `e * max_rows`.
+        starts: int32, first row of each expert; None if expert e starts at `e * max_rows`.
         max_rows: Maximum rows of an expert; larger counts are clamped.
-        prefetch_weights: As in `grouped_gemm`.
+        prefetch_weights: See `grouped_gemm`.
     """
 
     a: torch.Tensor
@@ -74,7 +74,7 @@ class GemmCall:
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """All tensors: first in the order of `GemmArgs`, then a and b, which have tensor maps."""
+        """All tensors: those with pointers in `GemmArgs`, then a and b, which have tensor maps."""
         push = self.epilogue if isinstance(self.epilogue, Push) else None
         return (
             *(self.a_scale, self.b_scale, self.out, self.out_scale),
@@ -90,8 +90,8 @@ class GemmCall:
 
     @property
     def overlap_rules(self) -> tuple[OverlapRule, ...]:
-        """Results, and the tensors that they must not overlap: all others."""
-        sizes = {i: _size_in_memory(t) for i, t in enumerate(self.tensors) if t is not None}
+        """Rules that no result may overlap another tensor."""
+        sizes = {i: _span_bytes(t) for i, t in enumerate(self.tensors) if t is not None}
         return tuple(
             (result, sizes[result], tuple((i, n, False) for i, n in sizes.items() if i != result))
             for result in (OUT, OUT_SCALE)
@@ -99,16 +99,16 @@ class GemmCall:
         )
 
     def check_no_overlap(self, overlap_rules: tuple[OverlapRule, ...]) -> None:
-        """Raise InvalidArgument that names both tensors if a result overlaps another tensor."""
+        """Raise InvalidArgument if a result overlaps another tensor."""
         pair = find_overlap(self.addresses, overlap_rules)
         if pair is not None:
             raise InvalidArgument(
                 f"{NAMES[pair[0]]} overlaps {NAMES[pair[1]]} in memory: results are written while "
-                "other tensors of the call are read; pass a tensor of its own"
+                "other tensors of the call are read; pass a separate tensor"
             )
 
 
-def _size_in_memory(tensor: torch.Tensor) -> int:
+def _span_bytes(tensor: torch.Tensor) -> int:
     start, end = memory_range(tensor)
     return end - start
 
@@ -126,18 +126,18 @@ def check_call(
     epilogue: Epilogue,
     prefetch_weights: bool = False,
 ) -> GemmCall:
-    """Check a call's tensors and allocate missing results. Raises InvalidArgument."""
+    """Check the tensors of a call and allocate missing results. Raises InvalidArgument."""
     _check_operands(a, b)
     _check_groups(a, len(b), counts, offsets)
     _check_scales(a, b, a_scale, b_scale)
     if bias is not None:
-        check_like("bias", bias, a, weight_sizes(b)[:2], OUT_DTYPES)
+        check_tensor_like("bias", bias, a, weight_sizes(b)[:2], OUT_DTYPES)
     n, k = weight_sizes(b)[1:]
     rows = a.shape[:-1].numel()
     columns = n // 2 if isinstance(epilogue, Gated) else n
     _check_epilogue(a, n, columns, epilogue)
-    result, scales = _results(a, columns, epilogue, out)
-    if a_scale is not None:  # _check_scales has checked that experts are equally spaced
+    result, scales = _check_results(a, columns, epilogue, out)
+    if a_scale is not None:  # _check_scales has checked that the strides allow flattening
         a_scale = a_scale.as_strided((rows, k // BLOCK_N), a_scale.stride()[-2:])
     return GemmCall(
         a=a.view(-1, k),
@@ -150,7 +150,7 @@ def check_call(
         bias=bias,
         out=result,
         out_scale=scales,
-        out_dtype=_dtype(a, epilogue) if result is None else result.dtype,
+        out_dtype=_select_out_dtype(a, epilogue) if result is None else result.dtype,
         epilogue=epilogue,
         prefetch_weights=prefetch_weights,
     )
@@ -164,10 +164,10 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
     shape: tuple[int | str, ...] = ("experts", "n", "k")
     if mxfp4:
         shape = ("experts", "n / 64", "k / 128", UNIT_BYTES)
-    check_like("b", b, b, shape, WEIGHT_DTYPES, aligned=16)
+    check_tensor_like("b", b, b, shape, WEIGHT_DTYPES, aligned=16)
     experts, n, k = weight_sizes(b)
     rows: tuple[int | str, ...] = (experts, "max_rows") if a.ndim == 3 else ("rows",)
-    check_like("a", a, b, (*rows, k), (FP8 if mxfp4 else b.dtype,), aligned=16)
+    check_tensor_like("a", a, b, (*rows, k), (FP8 if mxfp4 else b.dtype,), aligned=16)
     unit = BLOCK_N if a.dtype == FP8 else 8
     for name, size in (("n", n), ("k", k)):
         if size % unit or not size:
@@ -182,14 +182,14 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
 def _check_groups(
     a: torch.Tensor, experts: int, counts: torch.Tensor, offsets: torch.Tensor | None
 ) -> None:
-    check_like("counts", counts, a, (experts,), (torch.int32,))
+    check_tensor_like("counts", counts, a, (experts,), (torch.int32,))
     if (a.ndim == 2) != (offsets is not None):
         raise InvalidArgument(
-            f"a is {list(a.shape)} and offsets are {'given' if offsets is not None else 'None'}; "
-            "rows [rows, k] have offsets, blocks [experts, max_rows, k] have none"
+            f"a is {list(a.shape)} and offsets are {'set' if offsets is not None else 'None'}; "
+            "pass offsets with rows [rows, k], and None with blocks [experts, max_rows, k]"
         )
     if offsets is not None:
-        check_like("offsets", offsets, a, ("experts + 1",), (torch.int32,))
+        check_tensor_like("offsets", offsets, a, ("experts + 1",), (torch.int32,))
         if len(offsets) not in (experts, experts + 1):
             raise InvalidArgument(
                 f"offsets are [{len(offsets)}]; they must be [{experts + 1}] or [{experts}]"
@@ -211,50 +211,55 @@ def _check_scales(
         raise InvalidArgument(f"{name} is None; {FP8} needs a_scale and b_scale")
     experts, n, k = weight_sizes(b)
     single = (torch.float32,)
-    check_like("a_scale", a_scale, a, (*a.shape[:-1], k // BLOCK_N), single, strided=True)
+    check_tensor_like("a_scale", a_scale, a, (*a.shape[:-1], k // BLOCK_N), single, strided=True)
     blocks = (experts, n) if b.dtype == MXFP4 else (experts, n // BLOCK_N, k // BLOCK_N)
-    check_like("b_scale", b_scale, a, blocks, single)
+    check_tensor_like("b_scale", b_scale, a, blocks, single)
     if a.ndim == 3 and a_scale.stride(0) != a.shape[1] * a_scale.stride(1) and len(a) > 1:
         raise InvalidArgument(
-            f"a_scale has strides {a_scale.stride()}: rows of all experts must be equally far apart"
+            f"a_scale has strides {a_scale.stride()}; all rows must have the same distance, also "
+            "between experts"
         )
 
 
 def _check_epilogue(a: torch.Tensor, n: int, columns: int, epilogue: Epilogue) -> None:
     if isinstance(epilogue, GatedQuant) and columns % BLOCK_N:
-        raise InvalidArgument(f"{columns} gated columns; quantising takes a multiple of {BLOCK_N}")
+        raise InvalidArgument(
+            f"n is {n}; GatedQuant needs n / 2 to be a multiple of {BLOCK_N}, the columns per scale"
+        )
     if isinstance(epilogue, Gated) and n % (2 * (BLOCK_N if a.dtype == FP8 else 8)):
         raise InvalidArgument(f"n is {n}: gate and up must be halves of it")
     if not isinstance(epilogue, Push):
         return
-    check_like("epilogue.dst_addr", epilogue.dst_addr, a, (a.shape[:-1].numel(),), (torch.int64,))
+    check_tensor_like(
+        "epilogue.dst_addr", epilogue.dst_addr, a, (a.shape[:-1].numel(),), (torch.int64,)
+    )
     if epilogue.abort_flag is not None:
-        check_like("epilogue.abort_flag", epilogue.abort_flag, a, (1,), (torch.int32,))
+        check_tensor_like("epilogue.abort_flag", epilogue.abort_flag, a, (1,), (torch.int32,))
         if not epilogue.flag_in_data:
-            raise InvalidArgument("Push takes abort_flag only with flag_in_data=True")
-    if _dtype(a, epilogue) not in OUT_DTYPES:
+            raise InvalidArgument("abort_flag of Push needs flag_in_data=True")
+    if _select_out_dtype(a, epilogue) not in OUT_DTYPES:
         raise InvalidArgument(
             f"epilogue.dtype is {format_value(epilogue.dtype)}; choose one of "
             f"{format_choices(OUT_DTYPES)}"
         )
 
 
-def _dtype(a: torch.Tensor, epilogue: Epilogue) -> torch.dtype:
+def _select_out_dtype(a: torch.Tensor, epilogue: Epilogue) -> torch.dtype:
     if isinstance(epilogue, Push) and epilogue.dtype is not None:
         return epilogue.dtype
     return torch.bfloat16 if a.dtype == FP8 else a.dtype
 
 
-def _results(
+def _check_results(
     a: torch.Tensor, columns: int, epilogue: Epilogue, out: Out
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the checked or new tensors to write."""
+    """Check the results that the caller passed, or allocate them."""
     size = (*a.shape[:-1], columns)
     if isinstance(epilogue, Push):
         if out is not None:
             raise InvalidArgument(
-                f"out is {format_value(out)} with Push, which stores rows at their dst_addr; it "
-                "must be None"
+                f"out is {format_value(out)}; it must be None with Push, which stores rows at "
+                "their dst_addr"
             )
         return None, None
     if isinstance(epilogue, GatedQuant):
@@ -266,15 +271,15 @@ def _results(
             raise InvalidArgument(
                 f"out is {format_value(out)}; with GatedQuant it must be a pair, values and scales"
             )
-        check_like("out[0]", out[0], a, size, (FP8,), aligned=16)
-        check_like("out[1]", out[1], a, blocks, (torch.float32,))
+        check_tensor_like("out[0]", out[0], a, size, (FP8,), aligned=16)
+        check_tensor_like("out[1]", out[1], a, blocks, (torch.float32,))
         return out
     if out is None:
-        return torch.empty(size, dtype=_dtype(a, epilogue), device=a.device), None
+        return torch.empty(size, dtype=_select_out_dtype(a, epilogue), device=a.device), None
     if isinstance(out, tuple):
         raise InvalidArgument(
             f"out is {format_value(out)}; it must be one tensor, or None: only GatedQuant returns "
             "a pair"
         )
-    check_like("out", out, a, size, OUT_DTYPES, aligned=16)
+    check_tensor_like("out", out, a, size, OUT_DTYPES, aligned=16)
     return out, None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epilogues and plans (tile sizes) of the grouped GEMM, and the choice of the fastest plan."""
+"""Epilogues and plans (tile sizes) of the grouped GEMM, and the selection of a plan."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ SHARED_BYTES = (227 * 1024, 113 * 1024, 75 * 1024)  # per CTA, with one, two and
 # With one expert, tiles of 128 rows are faster than 160, and 64 or 128 faster than 96, at any
 # number of rows; tiles of 256 take 1 % less time from 4096 rows on (one H200, 2026-11-21).
 ONE_EXPERT_BLOCK_MS = (128, 64, 32)
-# Largest mean for which a block_m is fastest, for 32 experts in FP8 with random numbers of rows.
-# Up to 96 rows the limit follows from the number of rows that nearly every expert fits into.
+# Maximum mean for which a block_m is fastest, for 32 experts in FP8 with random numbers of rows.
+# Other values of block_m are limited by the number of rows that nearly no expert exceeds.
 FP8_MAX_MEAN = {128: 120, 160: 136}
 COARSE_ROWS = 768  # from this mean on, a plan changes only at multiples of 64 rows
 ONE_EXPERT_M_BLOCKS = 4  # target of GemmPlan, so that one expert fills many SMs
@@ -54,7 +54,7 @@ FULL_CLUSTERS = 60  # clusters that nearly fill a GPU of 132 SMs
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Epilogue: store `round(a[row] @ b[e].T + bias[e])` as `[*rows, n]`."""
+    """Epilogue that stores `round(a[row] @ b[e].T + bias[e])` as `[*rows, n]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class GatingParams:
         set_fields(self, alpha=alpha, offset=offset, limit=limit)
         if (self.beta is None) != (self.linear_beta is None):
             raise InvalidArgument(
-                f"beta is {self.beta}, linear_beta {self.linear_beta}: SiTU has both; pass both or "
-                "neither"
+                f"beta is {self.beta} and linear_beta is {self.linear_beta}; pass both for "
+                "SiTU, or neither"
             )
         if self.beta is not None:
             set_fields(self, beta=check_float("beta", self.beta, above=0.0))
@@ -93,10 +93,10 @@ class GatingParams:
 
 @dataclass(frozen=True, slots=True)
 class Gated(GatingParams):
-    """Epilogue: store `g * sigmoid(alpha * gate) * (u + offset)` as `[*rows, n / 2]`.
+    """Epilogue that stores `g * sigmoid(alpha * gate) * (u + offset)` as `[*rows, n / 2]`.
 
-    Gate is the first n / 2 columns of `a @ b.T`, up the others. All arithmetic is in fp32 with one
-    rounding at the end.
+    Gate is the first n / 2 columns of `a @ b.T`, and up the others. All arithmetic is in fp32, and
+    the result is rounded once.
 
     The defaults give SwiGLU. GPT-OSS has alpha 1.702, offset 1 and limit 7. Kimi-K3 has SiTU with
     beta 4 and linear_beta 25.
@@ -116,25 +116,25 @@ class Gated(GatingParams):
 
 @dataclass(frozen=True, slots=True)
 class GatedQuant(Gated):
-    """Epilogue: `Gated`, quantised to FP8 in blocks of 128 columns.
+    """Epilogue that quantises the result of `Gated` to FP8 with one scale per 128 columns.
 
     The scales are `[*rows, n / 256]`. The result is bitwise equal to
-    `weft.reference.quantize(x, "fp8")` of the gating's fp32 result.
+    `weft.reference.quantize(x, "fp8")`, where x is the result of the gating in fp32.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Epilogue: store each row of `Store` at its own address, possibly in a peer's memory.
+    """Epilogue that stores each row of `Store` at its own address, such as in a peer's memory.
 
     Attributes:
         dst_addr: int64, one address per row of a (flattened if a is masked), a multiple of 16; 0
             skips the row. The stores are weak: signal the peer after this call in stream order.
         dtype: Dtype of the stored values: bfloat16, float16 or float32. Default: bfloat16 for FP8,
             else a's dtype.
-        flag_in_data: The data is its own flag. Stores are relaxed, at system scope, in words of 4
-            bytes, and no word is all ones (a NaN never has all bits set). An owner that has filled
-            a row with ones can therefore poll it. On GPUs this needs a WgmmaPlan.
+        flag_in_data: Make the rows pollable. Rows are stored as 4-byte words with relaxed
+            system-scope stores, and no word is all ones (a NaN never has all bits set). An owner
+            that filled a row with ones can therefore poll its words. GPUs need a WgmmaPlan.
         abort_flag: int32 `[1]` on the device. If it is not 0 when a tile begins, the tile's rows
             are not stored. Needs flag_in_data.
     """
@@ -214,8 +214,8 @@ class GemmPlan:
 class WgmmaPlan:
     """Tiles of the CUDA kernel for Hopper. The plan does not change the results.
 
-    The kernel reads an expert's weights once per tile. An expert with at most block_m rows is one
-    tile, padded to a multiple of 16; above 160 rows, to a multiple of 32 or, in FP8, to 256. In
+    The kernel reads the weights of an expert once per tile. An expert with at most block_m rows is
+    one tile, padded to a multiple of 16; above 160 rows, to a multiple of 32 or, in FP8, to 256. In
     FP8, an expert with more rows is split into tiles of block_m rows (128 if block_m is 160) and
     one with the rest. In other dtypes it is split into tiles of equal height.
 
@@ -292,7 +292,7 @@ def plan(
     check_bools(gated=gated)
     block_k = 128 if dtype == FP8 else 64
     few_k_blocks = k <= 32 * block_k  # tiles are short, so overlapping their epilogues pays off
-    tile = _gated_tile(rows) if gated else _tile(rows, few_k_blocks)
+    tile = _select_gated_tile(rows) if gated else _select_tile(rows, few_k_blocks)
     if not gated and n % tile.block_n:  # half of the last tile would be beyond n
         tile = replace(tile, block_n=BLOCK_N, stages=6)
     return replace(tile, block_k=block_k)
@@ -314,8 +314,8 @@ def fastest_plan(
     """Return the fastest plan for a mean of `rows_per_expert` rows.
 
     On Hopper this is a WgmmaPlan if the kernel supports the call; for a single expert only in FP8
-    or with flag_in_data. Otherwise it is the plan of `weft.gemm.plan`. A single expert gets tiles
-    that are low enough to fill the GPU. Both kernels compute equal bits.
+    or with flag_in_data. Otherwise it is the plan of `weft.gemm.plan`. With a single expert, tiles
+    have few enough rows to fill the GPU. Both kernels compute bitwise equal results.
 
     Args:
         experts: Number of experts.
@@ -349,7 +349,7 @@ def fastest_plan(
             mean = -(-rows // ONE_EXPERT_M_BLOCKS) if experts == 1 else rows
             return plan(experts, mean, n, k, dtype, gated=gated)
     if experts == 1:
-        return WgmmaPlan(_one_expert_block_m(rows, -(-n // CLUSTER_N)))
+        return WgmmaPlan(_select_one_expert_block_m(rows, -(-n // CLUSTER_N)))
     # Nearly all experts have fewer rows than this (three deviations above the mean).
     max_rows = rows + 3 * math.sqrt(rows)
     max_mean = FP8_MAX_MEAN if dtype == FP8 else {}
@@ -374,7 +374,7 @@ def _check_mxfp4(device: torch.device | None) -> None:
     if device is not None and device.type == "cuda" and not is_hopper(device):
         major, minor = torch.cuda.get_device_capability(device)
         raise InvalidArgument(
-            f"MXFP4 weights need compute capability 9.0, {device} has {major}.{minor}: use FP8 "
+            f"MXFP4 weights need compute capability 9.0, but {device} has {major}.{minor}: use FP8 "
             "weights"
         )
 
@@ -384,11 +384,11 @@ def wgmma_unsupported_reason(
 ) -> str:
     """Return why the Hopper kernel does not support the call, or an empty string."""
     if dtype == FP8 and n % CLUSTER_N:
-        return f"takes n in multiples of {CLUSTER_N} for FP8; it is {n}"
+        return f"needs n to be a multiple of {CLUSTER_N} for FP8; it is {n}"
     if experts > MAX_EXPERTS:
-        return f"takes at most {MAX_EXPERTS} experts; b has {experts}"
+        return f"supports at most {MAX_EXPERTS} experts; b has {experts}"
     if dtype == FP8 and biased:
-        return "takes no bias for FP8"
+        return "does not support a bias for FP8"
     if out not in DTYPES_16BIT and not (gated and dtype in (FP8, MXFP4)):
         return f"stores bfloat16 or float16; out is {out}"
     return ""
@@ -402,8 +402,8 @@ def is_hopper(device: torch.device | None) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _one_expert_block_m(rows: int, n_blocks: int) -> int:
-    """Return the largest block_m with enough tiles to fill the GPU, else the smallest."""
+def _select_one_expert_block_m(rows: int, n_blocks: int) -> int:
+    """Return the largest block_m with enough tiles to fill the GPU, or the smallest block_m."""
     return next(
         (m for m in ONE_EXPERT_BLOCK_MS if -(-rows // m) * n_blocks >= FULL_CLUSTERS),
         ONE_EXPERT_BLOCK_MS[-1],
@@ -411,11 +411,11 @@ def _one_expert_block_m(rows: int, n_blocks: int) -> int:
 
 
 # Close to the fastest for FP8 and 32 experts of DeepSeek-V3 with random numbers of rows around the
-# mean (six samples per plan, one H200, 2026-11-21). A tile holds more rows than the mean, so that
-# most experts are one M-block. Their 16 x 32 tiles are just below a whole number of waves, and a
-# few second M-blocks would cost one wave more: at a mean of 32, a layer took 282 us with tiles of
-# 32 rows, and 247 us with these. BF16 uses the same tile sizes in bytes and was not measured.
-def _tile(rows: int, few_k_blocks: bool) -> GemmPlan:
+# mean (six samples per plan, one H200, 2026-11-21). A tile has more rows than the mean, so that
+# most experts are one M-block. The resulting 16 x 32 tiles nearly fill a whole number of waves, and
+# a few second M-blocks would add a wave: at a mean of 32, a layer took 282 us with tiles of 32
+# rows, and 247 us with these. BF16 uses the same tile sizes in bytes and was not measured.
+def _select_tile(rows: int, few_k_blocks: bool) -> GemmPlan:
     if rows <= 8:
         return GemmPlan(16, swap=True, stages=3, ctas_per_sm=3, flatten=False)
     if rows <= 20:
@@ -427,7 +427,7 @@ def _tile(rows: int, few_k_blocks: bool) -> GemmPlan:
     return GemmPlan(128, 2 * BLOCK_N, stages=4, warps=8, flatten=False)
 
 
-def _gated_tile(rows: int) -> GemmPlan:
+def _select_gated_tile(rows: int) -> GemmPlan:
     if rows <= 8:
         return GemmPlan(16, 2 * BLOCK_N, swap=True, stages=5)
     if rows <= 20:

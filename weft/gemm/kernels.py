@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host side of the Hopper kernel: its generated source, its arguments and its launch."""
+"""Host side of the Hopper kernel: source generation, arguments and launch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from weft.gemm.config import (
 )
 from weft.gemm.mxfp4 import UNIT_BYTES, UNIT_N
 from weft.jit import CUDA_OPTIONS, CudaModule, Function, Launcher, compile_cubin, current_arch
-from weft.runtime.kernels import numbers_of
+from weft.runtime.kernels import unpack_uint64s
 from weft.runtime.layout import static_asserts
 from weft.runtime.stream import current_stream, loading_context
 
@@ -43,10 +43,10 @@ THREADS = 384
 ROW_BOXES = 4  # TMA boxes of 8, 16, 32 and 64 rows
 BLOCK_M_GRANULARITY, MAX_SWAP_AB_M = 16, 160
 BLOCK_K_BYTES = 128
-SPLIT_M = 256  # rows of an FP8 tile that the two CTAs of a cluster divide
+SPLIT_M = 256  # rows of an FP8 tile that is split between the two CTAs of a cluster
 COMPILE_THREADS = 4
-# Constants of gemm/shape.cuh that Python uses, too; the generated source asserts them.
-NUMBERS = (
+# Constants of gemm/shape.cuh and their values in Python, which the generated source asserts.
+SHARED_CONSTANTS = (
     ("weft::gemm_threads", THREADS),
     ("weft::row_boxes", ROW_BOXES),
     ("weft::block_k_bytes", BLOCK_K_BYTES),
@@ -90,8 +90,8 @@ INSTRUCTIONS = {
     "mxfp4": ("k32.f32.e4m3.e4m3", "1, 1"),  # expanded to FP8 in registers
 }
 
-# Definition of `wgmma` in gemm/wgmma.cuh. NVRTC requires an instruction's text as one literal, with
-# a register per accumulator, so each N has its own function. A is a descriptor or registers.
+# Specialization of `wgmma` in gemm/wgmma.cuh for one N. NVRTC requires an instruction as a single
+# literal with a register per accumulator. A is a descriptor or registers.
 INSTRUCTION = """\
 template <> WEFT_FN void wgmma<Operand::{operand}, {n}>(float (&acc)[{count}], {a_type}, u64 b,
                                                        bool accumulate) {{
@@ -137,14 +137,14 @@ class GemmArgs(ctypes.Structure):
 _POINTERS = struct.Struct("=10Q")  # row_scales to weights
 
 
-def wgmma_ns(block_m: int) -> list[int]:
-    """Return the N of a kernel's wgmma instructions: its swapped tiles' heights, and block_n."""
+def wgmma_n_sizes(block_m: int) -> list[int]:
+    """Return every N of the wgmma instructions of a kernel: all heights of a tile."""
     step = BLOCK_M_GRANULARITY
-    fine = range(step, min(block_m, MAX_SWAP_AB_M) + 1, step)
-    return [*fine, *range(MAX_SWAP_AB_M + 2 * step, block_m + 1, 2 * step)]
+    swapped = range(step, min(block_m, MAX_SWAP_AB_M) + 1, step)
+    return [*swapped, *range(MAX_SWAP_AB_M + 2 * step, block_m + 1, 2 * step)]
 
 
-def wgmma_source(n: int, operand: str) -> str:
+def generate_wgmma(n: int, operand: str) -> str:
     """Return the C++ definition of `wgmma` for 64 rows of A and n rows of B."""
     count = n // 2
     types, flags = INSTRUCTIONS[operand]
@@ -192,20 +192,24 @@ def check_plan(call: GemmCall, plan: WgmmaPlan) -> None:
     """Raise InvalidArgument if the plan does not fit the call."""
     if reason := unsupported_reason(call, plan):
         fix = "use one that does" if call.b.dtype == MXFP4 else "use a GemmPlan"
-        raise InvalidArgument(f"WgmmaPlan {reason}: {fix}, or leave plan out")
+        raise InvalidArgument(f"WgmmaPlan {reason}: {fix}, or omit plan")
 
 
 @dataclass(frozen=True, slots=True)
 class GemmShape:
-    """Compile-time parameters of a kernel: a mirror of `weft::GemmShape` in gemm/shape.cuh.
+    """Compile-time parameters of a kernel. Mirrors `weft::GemmShape` in gemm/shape.cuh.
 
     Attributes:
+        experts: Number of experts.
+        n: Rows of the weights of an expert.
+        k: Columns of the weights of an expert.
+        plan: Tile sizes.
         epilogue: "store", "push", "gated" or "gated_fp8".
         out_dtype: Dtype of 16-bit results: "bf16" or "fp16".
         operand: Dtype of a and b: "fp8", "bf16" or "fp16"; "mxfp4" for FP8 rows and MXFP4 weights.
         bias: "none", "bf16", "fp16" or "fp32".
-        prefetch_weights: As in `grouped_gemm`.
-        flag_in_data: As in `Push`.
+        prefetch_weights: See `grouped_gemm`.
+        flag_in_data: See `Push`.
         situ: Whether the gating is SiTU.
     """
 
@@ -223,7 +227,7 @@ class GemmShape:
 
     @classmethod
     def from_call(cls, call: GemmCall, plan: WgmmaPlan) -> GemmShape:
-        """Return the shape for a call and its plan."""
+        """Build the shape for a call and a plan."""
         push = call.epilogue if isinstance(call.epilogue, Push) else None
         gated = "gated_fp8" if call.a.dtype == FP8 else "gated"
         return cls(
@@ -251,11 +255,11 @@ class GemmShape:
     @property
     def source(self) -> str:
         """The generated source of the kernel's entry."""
-        ns = wgmma_ns(self.plan.block_m)
+        ns = wgmma_n_sizes(self.plan.block_m)
         return SOURCE.format(
-            instructions="".join(wgmma_source(n, self.operand) for n in ns),
+            instructions="".join(generate_wgmma(n, self.operand) for n in ns),
             shape=self.cpp_value,
-            layout=static_asserts((GemmArgs,), NUMBERS),
+            layout=static_asserts((GemmArgs,), SHARED_CONSTANTS),
             name=NAME,
             shared=SHARED,
             threads=THREADS,
@@ -263,35 +267,35 @@ class GemmShape:
         )
 
     def compile(self, arch: str) -> bytes:
-        """Return the kernel's cubin; needs no GPU. Raises CompileError."""
+        """Compile the kernel and return its cubin; needs no GPU. Raises CompileError."""
         return compile_cubin(self.source, name="grouped_gemm", arch=arch, options=CUDA_OPTIONS)
 
 
-_functions: dict[tuple[int, GemmShape], Function] = {}  # by device and shape, for all threads
+_functions: dict[tuple[int, GemmShape], Function] = {}  # by device and shape; all threads use it
 
 
-def load(shape: GemmShape) -> Function:
-    """Return the kernel of a shape on the current device; the first call compiles and loads it.
+def load_kernel(shape: GemmShape) -> Function:
+    """Return the kernel of a shape on the current device; compiled and loaded by the first call.
 
     All threads share the module, which is never unloaded.
 
     Raises:
-        InvalidArgument: the GPU is no Hopper.
-        OutOfOrder: the first call is being captured.
+        InvalidArgument: the GPU is not a Hopper GPU.
+        OutOfOrder: the kernel is not loaded, and the current stream is being captured.
     """
     device = torch.cuda.current_device()
     function = _functions.get((device, shape))
     if function is None:
-        # Two threads may both load; one module is then unused. A lock could deadlock: its holder's
-        # load may wait for kernels that wait for the other thread.
-        function = _functions.setdefault((device, shape), _load(shape))
+        # If two threads load the kernel at once, one module is unused. A lock could deadlock:
+        # loading may wait for running kernels, which may wait for the work of the other thread.
+        function = _functions.setdefault((device, shape), _load_kernel(shape))
     return function
 
 
-class Arguments:
-    """Kernel arguments of calls that differ only in their tensors' addresses.
+class HopperArguments:
+    """Kernel arguments of calls that differ only in tensor addresses.
 
-    A tensor map is encoded again only if its address differs from that of the last call.
+    A tensor map is encoded only if its address differs from that of the last call.
     """
 
     def __init__(self, call: GemmCall) -> None:
@@ -306,24 +310,27 @@ class Arguments:
             args.linear_beta = call.epilogue.linear_beta or 0.0
         row_bytes = k * call.a.itemsize
         experts, n, _ = call.sizes
-        self._rows, self._weights = (rows, row_bytes), (experts, n, row_bytes, call.gated)
+        self._rows_shape = rows, row_bytes
+        self._weights_shape = experts, n, row_bytes, call.gated
         self._fp8, self._mxfp4 = call.a.dtype == FP8, call.b.dtype == MXFP4
         self._struct_address = ctypes.addressof(args)
         self._a = self._b = -1  # addresses in the tensor maps
 
-    def with_addresses(self, addresses: Sequence[int]) -> GemmArgs:
-        """Return the arguments for tensors at the given addresses; every call reuses the struct.
+    def fill_addresses(self, addresses: Sequence[int]) -> GemmArgs:
+        """Write the addresses of the tensors into the arguments and return them.
+
+        All calls return the same struct.
 
         Args:
-            addresses: As `GemmCall.addresses`.
+            addresses: See `GemmCall.addresses`.
         """
         *pointers, a, b = addresses
         if a != self._a:
-            maps = rows_maps(a, *self._rows)
+            maps = encode_row_maps(a, *self._rows_shape)
             ctypes.memmove(self._struct_address + GemmArgs.rows_map.offset, maps, len(maps))
             self._a = a
         if b != self._b and not self._mxfp4:
-            encoded = weights_map(b, *self._weights, fp8=self._fp8)
+            encoded = encode_weights_map(b, *self._weights_shape, fp8=self._fp8)
             offset = GemmArgs.weights_map.offset
             ctypes.memmove(self._struct_address + offset, encoded, len(encoded))
             self._b = b
@@ -332,67 +339,67 @@ class Arguments:
 
 
 class HopperLaunch:
-    """Launcher of calls that differ only in addresses, for one device and one thread."""
+    """Launcher of calls that differ only in tensor addresses, for one device and one thread."""
 
-    def __init__(
-        self, call: GemmCall, plan: WgmmaPlan, num_sms: int | None, programmatic: bool
-    ) -> None:
+    def __init__(self, call: GemmCall, plan: WgmmaPlan, num_sms: int | None, use_pdl: bool) -> None:
         rows, (experts, n, _) = len(call.a), call.sizes
         self._device = torch.cuda.current_device()
         shape = GemmShape.from_call(call, plan)
-        function = load(shape)
-        self._launcher = Launcher(function, GemmArgs, use_pdl=programmatic, cluster=2)
-        self._arguments = Arguments(call)
+        function = load_kernel(shape)
+        self._launcher = Launcher(function, GemmArgs, use_pdl=use_pdl, cluster=2)
+        self._arguments = HopperArguments(call)
         clusters = plan.max_m_blocks(rows, experts) * -(-n // CLUSTER_N)
-        # CTAs that could share an SM may be placed on different ones, so num_sms limits the CTAs.
-        max_ctas = num_sms or _num_sms(self._device) * plan.ctas_per_sm(shape.operand)
+        # num_sms limits the CTAs, because CTAs that fit on one SM may run on different SMs.
+        max_ctas = num_sms or _count_sms(self._device) * plan.ctas_per_sm(shape.operand)
         self._grid = min(max(max_ctas, 2) // 2, clusters) * 2, 1, 1
 
     def __call__(self, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> None:
         """Launch the kernel on the current stream. Raises DriverError."""
-        args = self._arguments.with_addresses(addresses)
+        args = self._arguments.fill_addresses(addresses)
         self._launcher(args, self._grid, THREADS, current_stream(self._device))
 
 
-def rows_maps(address: int, rows: int, row_bytes: int) -> bytes:
-    """Return the tensor maps of the rows, with boxes of 8, 16, 32 and 64 rows."""
+def encode_row_maps(address: int, rows: int, row_bytes: int) -> bytes:
+    """Encode the tensor maps of the rows, with boxes of 8, 16, 32 and 64 rows."""
     sizes, strides = (row_bytes, rows), (row_bytes,)
     boxes = ((BLOCK_K_BYTES, 8 << box) for box in range(ROW_BOXES))
-    return b"".join(tensor_map(address, sizes, strides, box) for box in boxes)
+    return b"".join(encode_tensor_map(address, sizes, strides, box) for box in boxes)
 
 
-def weights_map(
+def encode_weights_map(
     address: int, experts: int, n: int, row_bytes: int, gated: bool, *, fp8: bool
 ) -> bytes:
-    """Return the tensor map of the weights, with boxes of 128 rows of one expert.
+    """Encode the tensor map of the weights, with boxes of 128 rows of one expert.
 
-    Gated FP8 has boxes of 64 rows, of gate or of up. Other gated dtypes have boxes that alternate
-    eight rows of gate and eight of up; their strides do not ascend, which TMA supports.
+    Gated FP8 weights have boxes of 64 rows of gate or of up. Other gated weights have boxes in
+    which eight rows of gate and eight of up alternate; TMA supports such strides, which do not
+    ascend.
     """
     half = n // 2
     if fp8 or not gated:
         box = BLOCK_K_BYTES, BLOCK_N // 2 if gated else BLOCK_N
-        return tensor_map(address, (row_bytes, experts * n), (row_bytes,), box)
+        return encode_tensor_map(address, (row_bytes, experts * n), (row_bytes,), box)
     sizes = row_bytes, 8, 2, half // 8, experts
     strides = row_bytes, half * row_bytes, 8 * row_bytes, n * row_bytes
-    return tensor_map(address, sizes, strides, (BLOCK_K_BYTES, 8, 2, 8, 1))
+    return encode_tensor_map(address, sizes, strides, (BLOCK_K_BYTES, 8, 2, 8, 1))
 
 
 @functools.lru_cache(maxsize=4096)
-def tensor_map(
+def encode_tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> bytes:
-    """Return the CUtensorMap of a tensor of bytes, swizzled in rows of 128 bytes.
+    """Encode the CUtensorMap of a tensor of bytes with 128-byte swizzle.
 
-    Encoding does not access the memory, so results can be cached.
+    Encoding does not access the tensor's memory, so results can be cached.
 
     Args:
+        address: Address of the tensor.
         sizes: Size of each dimension, innermost first: bytes of a row, then rows.
-        strides: Strides of all dimensions but the first, in bytes.
-        box: Sizes of the box that one load copies; the first is 128.
+        strides: Strides in bytes of all dimensions except the first.
+        box: Size of the box that one load copies; the innermost is 128 bytes.
 
     Raises:
-        DriverError: the driver refuses the map.
+        DriverError: the driver failed to encode the map.
     """
     buffer = (ctypes.c_uint64 * (MAP_WORDS + MAP_ALIGNMENT // 8))()
     aligned = -(-ctypes.addressof(buffer) // MAP_ALIGNMENT) * MAP_ALIGNMENT
@@ -410,15 +417,16 @@ def tensor_map(
     )
     if status:
         raise DriverError(
-            f"cuTensorMapEncodeTiled refused (error {status}) a tensor at {address:#x} of sizes "
-            f"{sizes}, strides {strides}, box {box}; addresses and strides are multiples of 16"
+            f"cuTensorMapEncodeTiled failed with error {status} for a tensor at {address:#x} with "
+            f"sizes {sizes}, strides {strides} and box {box}; the address and the strides must be "
+            "multiples of 16"
         )
     return ctypes.string_at(aligned, 8 * MAP_WORDS)
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    # cuda.bindings keeps a CUtensorMap in a Python object, which need not be aligned.
+    # cuda.bindings stores a CUtensorMap in a Python object, which may not be aligned.
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -427,11 +435,12 @@ def _driver() -> ctypes.CDLL:
         ) from error
 
 
-def preload(shapes: Iterable[GemmShape]) -> None:
-    """Compile kernels in parallel and load them, so that calls need not.
+def preload_kernels(shapes: Iterable[GemmShape]) -> None:
+    """Compile kernels in parallel and load them, so that later calls find them loaded.
 
     Raises:
-        OutOfOrder: a graph is being captured. Errors of `load` are raised too.
+        InvalidArgument: the GPU is not a Hopper GPU.
+        OutOfOrder: the current stream is being captured.
     """
     device = torch.cuda.current_device()
     missing = [shape for shape in shapes if (device, shape) not in _functions]
@@ -442,29 +451,29 @@ def preload(shapes: Iterable[GemmShape]) -> None:
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
         list(pool.map(lambda shape: shape.compile(arch), missing))
     for shape in missing:
-        load(shape)
+        load_kernel(shape)
 
 
-def _load(shape: GemmShape) -> Function:
+def _load_kernel(shape: GemmShape) -> Function:
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
         mxfp4 = shape.operand == "mxfp4"
         feature = "MXFP4 weights need" if mxfp4 else "WgmmaPlan is for"
-        alternative = "FP8 weights" if mxfp4 else "a GemmPlan, or leave plan out"
+        alternative = "FP8 weights" if mxfp4 else "a GemmPlan, or omit plan"
         raise InvalidArgument(
-            f"{feature} compute capability 9.0, this GPU has {major}.{minor}: use {alternative}"
+            f"{feature} compute capability 9.0, but this GPU has {major}.{minor}: use {alternative}"
         )
     if torch.cuda.is_current_stream_capturing():
         raise OutOfOrder(
-            "the first grouped GEMM of a shape on a device loads its kernel, which cannot be "
-            "captured; call it once before capturing"
+            "the first grouped GEMM of a shape on a device loads its kernel, which a capture does "
+            "not allow; call it once before the capture"
         )
     with loading_context(torch.cuda.current_device()):
         module = CudaModule(shape.compile(current_arch()), name="grouped_gemm", permanent=True)
-        (shared,) = numbers_of(module.global_bytes(SHARED))
+        (shared,) = unpack_uint64s(module.global_bytes(SHARED))
         return module.function(NAME, shared=shared)
 
 
 @functools.cache
-def _num_sms(device: int) -> int:
+def _count_sms(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

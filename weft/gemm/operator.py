@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`grouped_gemm`, the product of each expert's rows and weights in one launch; `quantize_rows`.
+"""Entry points `grouped_gemm` and `quantize_rows`.
 
 The launch of a checked call is cached, see weft.runtime.prepared.
 """
@@ -43,7 +43,7 @@ from weft.runtime.check import (
 from weft.runtime.prepared import CallCache
 from weft.shape import FP8_BLOCK
 
-QUANTIZE_ROWS = 8  # per CTA, which is one warp
+QUANTIZE_ROWS = 8  # rows per CTA, which has one warp
 Launch = Callable[[Sequence[torch.Tensor | None], Sequence[int]], None]
 
 
@@ -62,14 +62,14 @@ class PreparedCall:
     overlap_rules: tuple[OverlapRule, ...]
 
 
-class _Calls(threading.local):
-    """Prepared calls of this thread. A launch is not thread-safe."""
+class _ThreadCalls(threading.local):
+    """Prepared calls of this thread; they are not thread-safe."""
 
     def __init__(self) -> None:
         self.prepared: CallCache[PreparedCall] = CallCache()
 
 
-_calls = _Calls()
+_calls = _ThreadCalls()
 
 
 @without_autocast
@@ -109,15 +109,15 @@ def grouped_gemm(
         out: Tensor to write to, or with GatedQuant a pair of values and scales; None with Push.
             Default: new tensors, bfloat16 for FP8, else a's dtype; rows of no expert are undefined.
         plan: Tiles of the kernel. Default: `weft.gemm.fastest_plan` for a's rows divided by the
-            number of experts. If most rows of a are unused, pass the plan for the mean.
+            number of experts. If most rows of a are unused, pass a plan for the actual mean.
         epilogue: What to do with the sums: Store, Gated, GatedQuant or Push.
         num_sms: SMs that the grid may fill. Default: all.
-        programmatic_launch: Use programmatic dependent launch (PDL): start while the previous
-            kernel ends, and let the next one start. Every later kernel that is launched with PDL
-            must wait for this one, as weft's do.
-        prefetch_weights: With PDL and a WgmmaPlan, load weights while the previous kernel ends.
-            Counts, offsets and weights must have been written before that kernel lets this one
-            start.
+        programmatic_launch: Use programmatic dependent launch (PDL): the kernel may start before
+            the previous kernel has finished, and the next kernel before this one has. Every later
+            kernel that is launched with PDL must wait for this one, as weft's kernels do.
+        prefetch_weights: With PDL and a WgmmaPlan, load weights before the previous kernel has
+            finished. Counts, offsets and weights must be written before that kernel allows this one
+            to start.
 
     Returns:
         out.
@@ -134,18 +134,18 @@ def grouped_gemm(
     if num_sms is not None:
         num_sms = check_int("num_sms", num_sms, 1, 1 << 16)
     check_bools(programmatic_launch=programmatic_launch, prefetch_weights=prefetch_weights)
-    # The path of every call, so it does the least possible work.
-    pair = isinstance(out, tuple) and len(out) == 2
+    # Hot path of every call.
+    is_pair = isinstance(out, tuple) and len(out) == 2
     values: Any
-    values, scales = out if pair else (out, None)  # type: ignore[misc]
+    values, scales = out if is_pair else (out, None)  # type: ignore[misc]
     push = epilogue if isinstance(epilogue, Push) else None
     dst_addr, abort_flag = (push.dst_addr, push.abort_flag) if push else (None, None)
     tensors: list[torch.Tensor | None] = [a_scale, b_scale, values, scales, dst_addr, abort_flag]
     tensors += (bias, counts, offsets, a, b)  # the order of GemmCall.tensors
-    kind, addresses = tensors_key(tensors)
+    tensor_key, addresses = tensors_key(tensors)
     epilogue_key = epilogue if push is None else (push.dtype, push.flag_in_data)
-    options = pair, plan, epilogue_key, num_sms, programmatic_launch, prefetch_weights
-    key = None if kind is None else (kind, options)
+    options = is_pair, plan, epilogue_key, num_sms, programmatic_launch, prefetch_weights
+    key = None if tensor_key is None else (tensor_key, options)
     prepared = _calls.prepared.find(key, addresses)
     if prepared is not None:
         return _run(prepared, out, tensors, addresses)
@@ -168,29 +168,29 @@ def grouped_gemm(
         kernels.check_plan(call, plan)
     else:
         triton_launch.check_plan(call, plan)
-    if not _on_gpu(call.a.device):
-        reference.compute(call, plan)
+    if not _is_cuda(call.a.device):
+        reference.run_reference(call, plan)
     elif len(call.a) and len(call.b):
         prepared = _prepare(call, plan, num_sms, programmatic_launch, overlap_rules)
         _launch(prepared, call.tensors, call.addresses)
         _calls.prepared.store(key, prepared)
-    return _result(call.out, call.out_scale) if out is None else out
+    return _to_out(call.out, call.out_scale) if out is None else out
 
 
 def _run(
     prepared: PreparedCall, out: Out, tensors: list[torch.Tensor | None], addresses: list[int]
 ) -> Out:
-    """Launch a prepared call, after allocating its results if necessary."""
+    """Allocate the results of a prepared call if necessary, and launch it."""
     for index, (shape, dtype) in enumerate(prepared.results, OUT):
         tensors[index] = result = torch.empty(shape, dtype=dtype, device=prepared.device)
         addresses[index] = result.data_ptr()
     _launch(prepared, tensors, addresses)
     if not prepared.results:
         return out
-    return _result(tensors[OUT], tensors[OUT_SCALE])
+    return _to_out(tensors[OUT], tensors[OUT_SCALE])
 
 
-def _result(out: torch.Tensor | None, scales: torch.Tensor | None) -> Out:
+def _to_out(out: torch.Tensor | None, scales: torch.Tensor | None) -> Out:
     return out if out is None or scales is None else (out, scales)
 
 
@@ -208,16 +208,16 @@ def _prepare(
     call: GemmCall,
     plan: GemmPlan | WgmmaPlan,
     num_sms: int | None,
-    programmatic: bool,
+    use_pdl: bool,
     overlap_rules: tuple[OverlapRule, ...],
 ) -> PreparedCall:
     results = () if overlap_rules else (call.out, call.out_scale)
     with torch.cuda.device(call.a.device):
         launch: Launch
         if isinstance(plan, WgmmaPlan):
-            launch = kernels.HopperLaunch(call, plan, num_sms, programmatic)
+            launch = kernels.HopperLaunch(call, plan, num_sms, use_pdl)
         else:
-            launch = triton_launch.TritonLaunch(call, plan, num_sms, programmatic)
+            launch = triton_launch.TritonLaunch(call, plan, num_sms, use_pdl)
     return PreparedCall(
         call.a.device,
         launch,
@@ -226,7 +226,7 @@ def _prepare(
     )
 
 
-def _on_gpu(device: torch.device) -> bool:
+def _is_cuda(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
@@ -273,7 +273,7 @@ def quantize_rows(
     if x.shape[1] % FP8_BLOCK:
         raise InvalidArgument(f"x is {list(x.shape)}; k must be a multiple of {FP8_BLOCK}")
     if x.device.type not in ("cpu", "cuda"):
-        raise InvalidArgument(f"x is on {x.device}; rows are quantised on cpu and cuda")
+        raise InvalidArgument(f"x is on {x.device}; it must be on cpu or cuda")
     if x.device.type != "cuda":
         return quantize(x, "fp8")
     rows, k = x.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference of the grouped GEMM in plain torch, which is also its CPU implementation."""
+"""Reference implementation of the grouped GEMM in torch; also the implementation for CPUs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ extern "C" void push_rows(const weft::u64* dst_addr, const weft::u8* from, weft:
 """
 
 
-def compute(call: GemmCall, plan: GemmPlan | WgmmaPlan) -> None:
-    """Compute a call expert by expert, for any plan; reads counts on the host."""
+def run_reference(call: GemmCall, plan: GemmPlan | WgmmaPlan) -> None:
+    """Run a grouped GEMM expert by expert. Synchronizes, and ignores the plan."""
     counts = call.counts.clamp(min=0, max=call.max_rows)
     starts = None if call.starts is None else call.starts.tolist()
     for expert, count in enumerate(counts.tolist()):
@@ -43,17 +43,17 @@ def _multiply(call: GemmCall, expert: int, first: int, count: int) -> torch.Tens
     x, w = call.a[rows], call.b[expert]
     if call.a_scale is not None and call.b_scale is not None:
         if w.dtype == MXFP4:
-            wide = unpack_mxfp4(w.unsqueeze(0), call.b_scale[expert].unsqueeze(0))[0]
+            weights = unpack_mxfp4(w.unsqueeze(0), call.b_scale[expert].unsqueeze(0))[0]
         else:
-            wide = dequantize(w, call.b_scale[expert].repeat_interleave(128, dim=0))
-        y = dequantize(x, call.a_scale[rows]) @ wide.T
+            weights = dequantize(w, call.b_scale[expert].repeat_interleave(128, dim=0))
+        y = dequantize(x, call.a_scale[rows]) @ weights.T
     else:
         y = x.float() @ w.float().T
     return y if call.bias is None else y + call.bias[expert].float()
 
 
-def gate(gating: Gated, y: torch.Tensor) -> torch.Tensor:
-    """Return the gating of `GatingParams` in fp32."""
+def apply_gating(gating: Gated, y: torch.Tensor) -> torch.Tensor:
+    """Apply a gating to gate and up `[rows, n]` in fp32; the result is `[rows, n / 2]`."""
     g, u = y.chunk(2, dim=-1)
     if gating.limit is not None:
         g, u = g.clamp(max=gating.limit), u.clamp(-gating.limit, gating.limit)
@@ -65,13 +65,14 @@ def gate(gating: Gated, y: torch.Tensor) -> torch.Tensor:
 
 
 def _store(call: GemmCall, y: torch.Tensor, first: int) -> None:
+    """Apply the epilogue to consecutive rows from `first` on and store the result."""
     epilogue = call.epilogue
     rows = slice(first, first + len(y))
     if isinstance(epilogue, Push):
         _push(epilogue, rows, y.to(call.out_dtype))
         return
     if isinstance(epilogue, Gated):
-        y = gate(epilogue, y)
+        y = apply_gating(epilogue, y)
     out = call.out
     assert out is not None
     flat = out.view(-1, call.out_columns)
@@ -84,34 +85,39 @@ def _store(call: GemmCall, y: torch.Tensor, first: int) -> None:
 
 def _push(push: Push, indices: slice, rows: torch.Tensor) -> None:
     if rows.device.type != "cpu":
-        raise InvalidArgument(f"rows on {rows.device}: the reference pushes on a CPU only")
+        raise InvalidArgument(f"rows are on {rows.device}; the reference pushes only on CPUs")
     rows, dst_addr = rows.contiguous(), push.dst_addr[indices]
     if push.flag_in_data:
         push_rows(dst_addr, rows, push.abort_flag)
         return
-    width = rows.shape[1] * rows.element_size()
+    row_bytes = rows.shape[1] * rows.element_size()
     for row, address in zip(rows, dst_addr.tolist(), strict=True):
         if address:
-            ctypes.memmove(address, row.data_ptr(), width)
+            ctypes.memmove(address, row.data_ptr(), row_bytes)
 
 
 def push_rows(dst_addr: torch.Tensor, rows: torch.Tensor, abort_flag: torch.Tensor | None) -> None:
-    """Store rows as Push with flag_in_data does.
+    """Store each row at its own address with relaxed stores, see `Push.flag_in_data`.
 
     Args:
-        dst_addr: int64 `[rows]`; 0 skips the row.
+        dst_addr: int64 `[rows]`, addresses; 0 skips the row.
         rows: `[rows, columns]`; a row must be a multiple of 8 bytes.
-        abort_flag: As in Push.
+        abort_flag: See `Push`.
     """
     rows, dst_addr = rows.contiguous(), dst_addr.contiguous()
-    size = rows.element_size()
-    sizes = len(rows), rows.shape[1] * size, size == 4
-    flag = 0 if abort_flag is None else abort_flag.data_ptr()
-    _compiled_push()(dst_addr.data_ptr(), rows.data_ptr(), *sizes, flag)
+    itemsize = rows.element_size()
+    _compile_push()(
+        dst_addr.data_ptr(),
+        rows.data_ptr(),
+        len(rows),
+        rows.shape[1] * itemsize,
+        itemsize == 4,
+        0 if abort_flag is None else abort_flag.data_ptr(),
+    )
 
 
 @functools.cache
-def _compiled_push() -> Any:
+def _compile_push() -> Any:
     function = compile_shared(PUSH_SOURCE, name="push").push_rows
     function.restype = None
     function.argtypes = (c_void_p, c_void_p, *(c_uint64,) * 3, c_void_p)

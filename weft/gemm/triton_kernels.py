@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels: the persistent grouped GEMM, and the quantisation of rows to FP8.
 
-`weft_grouped_gemm` loops over tiles: `locate` finds the next tile, the inner loop is the mainloop,
-`epilogue` stores. With `flatten` the compiler fuses the loops over tiles and over k, so loads of
-the next tile overlap the epilogue of the current one.
+`weft_grouped_gemm` loops over tiles: `locate` finds a tile, the inner loop is the mainloop, and
+`epilogue` stores the results. With `flatten` the compiler fuses the loops over tiles and over k, so
+that loads of the next tile overlap the epilogue of the current one.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def m_block_ends(
 ):  # fmt: skip
     """Return the inclusive prefix sum of the experts' M-blocks, int32 `[PADDED]`.
 
-    Every CTA keeps these sums and finds its tiles in them, so no table of tiles is needed. Counts
-    are clamped to 0..max_rows. PADDED is a power of two.
+    Every CTA computes these sums and looks up its tiles in them, so no table of tiles is needed.
+    Counts are clamped to 0..max_rows. PADDED is a power of two.
     """
     expert = tl.arange(0, PADDED)
     count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
@@ -140,9 +140,9 @@ def epilogue(
     ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile, except for rows from `valid` on and for columns beyond the result.
+    """Apply the epilogue to the first `valid` rows of a tile and store them.
 
-    Only the last tile has such columns, and only if RAGGED.
+    If RAGGED, the last tile has columns beyond the result, which are not stored.
     """
     GATED: tl.constexpr = EPILOGUE == "gated" or EPILOGUE == "quant"
     WIDTH: tl.constexpr = N // 2 if GATED else N
@@ -171,7 +171,7 @@ def epilogue(
 
 @triton.jit
 def with_bias(acc, bias, first, left, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
-    """Return the sums in row-major order, plus the bias of `left` columns from `first` on."""
+    """Return the row-major sums plus the bias of `left` columns from `first` on."""
     if SWAP:
         acc = acc.T
     if bias is not None:
@@ -185,7 +185,7 @@ def gate(
     gate, up, ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
 ):  # fmt: skip
-    """Return the gating of `GatingParams`; NaN stays NaN."""
+    """Return the gating of `GatingParams`; NaN is propagated."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -221,7 +221,7 @@ def store(
 
 @triton.jit
 def quantize(x):
-    """Return the scaled values of a block of 128 columns, not yet rounded to e4m3, and row scales.
+    """Return the scaled values of 128 columns before their rounding to e4m3, and the row scales.
 
     Bitwise equal to weft.reference.quantize (docs/user/quantisation.md).
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host side of the Triton kernel: descriptors, constants and grid of a launch."""
+"""Host side of the Triton kernel: tensor descriptors, constants and launch."""
 
 from __future__ import annotations
 
@@ -19,46 +19,49 @@ from weft.gemm.config import BLOCK_N, FP8, MXFP4, Gated, GatedQuant, GemmPlan, P
 def check_plan(call: GemmCall, plan: GemmPlan) -> None:
     """Raise InvalidArgument if the plan does not fit the call."""
     if call.b.dtype == MXFP4:
-        raise InvalidArgument(f"{plan} has no MXFP4 weights: use a WgmmaPlan, or leave plan out")
+        raise InvalidArgument(
+            f"{plan} does not support MXFP4 weights: use a WgmmaPlan, or omit plan"
+        )
     if call.a.dtype == FP8 and plan.block_k != 128:
-        raise InvalidArgument(f"block_k is {plan.block_k}; FP8 has a scale per 128 columns")
+        raise InvalidArgument(
+            f"block_k is {plan.block_k}; FP8 needs 128, the number of columns per scale"
+        )
     if call.gated and plan.block_n != 2 * BLOCK_N:
         raise InvalidArgument(
             f"block_n is {plan.block_n}; gating needs {2 * BLOCK_N}, half of it gate, half up"
         )
     if call.a.dtype == FP8 and not call.gated and call.out_columns % plan.block_n:
         raise InvalidArgument(
-            f"{call.out_columns} columns, block_n {plan.block_n}: FP8 needs a multiple"
+            f"out has {call.out_columns} columns; FP8 needs a multiple of block_n, {plan.block_n}"
         )
-    push = isinstance(call.epilogue, Push) and call.epilogue
-    if push and push.flag_in_data and call.a.device.type == "cuda":
+    has_flags = isinstance(call.epilogue, Push) and call.epilogue.flag_in_data
+    if has_flags and call.a.device.type == "cuda":
         raise InvalidArgument(
-            "Push(flag_in_data=True) needs a WgmmaPlan, which runs on Hopper only: leave "
-            "flag_in_data out"
+            "Push(flag_in_data=True) needs a WgmmaPlan, which only Hopper GPUs support: omit "
+            "flag_in_data"
         )
 
 
 class TritonLaunch:
-    """Launcher of calls that differ only in addresses, for one device.
+    """Launcher of calls that differ only in tensor addresses, for one device.
 
-    The constructor raises InvalidArgument without Triton.
+    Raises:
+        InvalidArgument: Triton is not installed.
     """
 
-    def __init__(
-        self, call: GemmCall, plan: GemmPlan, num_sms: int | None, programmatic: bool
-    ) -> None:
+    def __init__(self, call: GemmCall, plan: GemmPlan, num_sms: int | None, use_pdl: bool) -> None:
         rows, experts = len(call.a), len(call.b)
         triton = import_triton()
         sms = num_sms or torch.cuda.get_device_properties().multi_processor_count
         n_blocks = plan.n_blocks(call.b.shape[1], call.gated)
         ctas = min(sms * plan.ctas_per_sm, plan.max_m_blocks(rows, experts) * n_blocks)
-        self._kernel = grouped_kernel()[(ctas,)]
-        self._arguments = Arguments(call, plan)
+        self._kernel = import_grouped_kernel()[(ctas,)]
+        self._arguments = TritonArguments(call, plan)
         self._descriptor = triton.tools.tensor_descriptor.TensorDescriptor
-        self._constants = kernel_constants(call, plan, programmatic) | {
+        self._constants = build_kernel_constants(call, plan, use_pdl) | {
             "num_warps": plan.warps,
             "num_stages": plan.stages,
-            "launch_pdl": programmatic,
+            "launch_pdl": use_pdl,
         }
 
     def __call__(self, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> None:
@@ -66,8 +69,8 @@ class TritonLaunch:
         self._kernel(*self._arguments.build(tensors, self._descriptor), **self._constants)
 
 
-class Arguments:
-    """Arguments of the kernel that are not constants, for calls that differ only in addresses."""
+class TritonArguments:
+    """Runtime arguments of the kernel for calls that differ only in tensor addresses."""
 
     def __init__(self, call: GemmCall, plan: GemmPlan) -> None:
         rows, k = call.a.shape
@@ -78,11 +81,11 @@ class Arguments:
         self._sizes = (call.max_rows, rows, *strides)
 
     def build(self, tensors: Sequence[torch.Tensor | None], descriptor: Any) -> tuple[Any, ...]:
-        """Return the arguments for a call.
+        """Build the arguments for the tensors of a call.
 
         Args:
-            tensors: As `GemmCall.tensors`.
-            descriptor: Returns a TMA descriptor for (tensor, shape, strides, block).
+            tensors: See `GemmCall.tensors`.
+            descriptor: Function that creates a TMA descriptor from tensor, shape, strides, block.
         """
         a_scale, b_scale, out, out_scale, dst_addr, _, bias, counts, starts, a, b = tensors
         return (
@@ -93,7 +96,7 @@ class Arguments:
 
 @functools.cache
 def import_triton() -> Any:
-    """Return the triton module; raise InvalidArgument with installation advice if it is missing."""
+    """Import triton. Raises InvalidArgument if it is not installed."""
     try:
         triton = importlib.import_module("triton")
         importlib.import_module("triton.tools.tensor_descriptor")
@@ -104,8 +107,8 @@ def import_triton() -> Any:
     return triton
 
 
-def is_installed() -> bool:
-    """Whether a Triton that the grouped GEMM can use is installed."""
+def is_triton_installed() -> bool:
+    """Whether a Triton version that supports the grouped GEMM is installed."""
     try:
         import_triton()
     except InvalidArgument:
@@ -114,12 +117,12 @@ def is_installed() -> bool:
 
 
 @functools.cache
-def grouped_kernel() -> Any:
-    """Return the kernel. Its module imports Triton, so the import is deferred to the first call."""
+def import_grouped_kernel() -> Any:
+    """Import the module of the kernel, which needs Triton, and return the kernel."""
     return importlib.import_module("weft.gemm.triton_kernels").weft_grouped_gemm
 
 
-def kernel_constants(call: GemmCall, plan: GemmPlan, programmatic: bool = False) -> dict[str, Any]:
+def build_kernel_constants(call: GemmCall, plan: GemmPlan, use_pdl: bool = False) -> dict[str, Any]:
     """Return the kernel's compile-time constants."""
     experts, n, k = call.b.shape
     epilogue = call.epilogue
@@ -144,7 +147,7 @@ def kernel_constants(call: GemmCall, plan: GemmPlan, programmatic: bool = False)
         "LIMIT": gating.limit,
         "BETA": gating.beta,
         "LINEAR_BETA": gating.linear_beta,
-        "PROGRAMMATIC": programmatic,
+        "PROGRAMMATIC": use_pdl,
     }
 
 

@@ -134,7 +134,7 @@ def in_parts(phases: EntryPoints, *, split_phase: bool) -> EntryPoints:
     }
 
 
-def numbers_of(raw: bytes) -> tuple[int, ...]:
+def unpack_uint64s(raw: bytes) -> tuple[int, ...]:
     """Return the 64-bit numbers of an exported array (native byte order)."""
     return unpack(f"={len(raw) // 8}Q", raw)
 

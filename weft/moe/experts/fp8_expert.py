@@ -22,7 +22,7 @@ from weft.gemm.config import (
     fastest_plan,
     is_hopper,
 )
-from weft.gemm.kernels import GemmShape, preload
+from weft.gemm.kernels import GemmShape, preload_kernels
 from weft.moe.experts.modules import Expert
 from weft.moe.experts.quantize import quantize_blocks
 from weft.moe.models import SWIGLU, Gating
@@ -125,7 +125,7 @@ class FP8Expert(nn.Module):
             out = DTYPES_16BIT[self._dtype]
             shapes += [GemmShape(1, hidden, n // 2, plan, "store", out) for plan in plans]
         with torch.cuda.device(self.gate_up.device):
-            preload(shapes)
+            preload_kernels(shapes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[tokens, hidden]` for x `[tokens, hidden]`."""

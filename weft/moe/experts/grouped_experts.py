@@ -18,7 +18,7 @@ from weft.gemm import (
     grouped_gemm,
 )
 from weft.gemm.config import COARSE_ROWS, DTYPES_16BIT, FP8, fastest_plan, is_hopper
-from weft.gemm.kernels import OPERANDS, GemmShape, preload
+from weft.gemm.kernels import OPERANDS, GemmShape, preload_kernels
 from weft.moe.experts.torch_experts import RowsByExpert
 from weft.moe.experts.weights import ExpertWeights
 from weft.moe.models import MoEConfig
@@ -120,7 +120,7 @@ class GroupedExperts:
                     prefetch = self._programmatic
                     shapes.add(replace(shape, prefetch_weights=prefetch, flag_in_data=flag_in_data))
         with torch.cuda.device(self._act.device):
-            preload(shapes)
+            preload_kernels(shapes)
 
     def _rows_of_an_expert(self, tokens: int) -> int:
         """Return the mean number of rows per expert if each rank has this many tokens."""

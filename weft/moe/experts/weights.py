@@ -15,7 +15,7 @@ from weft.errors import InvalidArgument
 from weft.gemm.config import DTYPES_16BIT, FP8, MXFP4
 from weft.gemm.mxfp4 import (
     BLOCK,
-    SCALES,
+    SCALE_DTYPES,
     UNIT_BYTES,
     UNIT_K,
     UNIT_N,
@@ -246,8 +246,8 @@ class ExpertWeights:
         for name, tensor, sizes, dtypes in (
             ("gate_up", gate_up, (experts, 2 * inner, hidden // 2), (torch.uint8,)),
             ("down", down, (experts, hidden, inner // 2), (torch.uint8,)),
-            ("gate_up_scale", gate_up_scale, (experts, 2 * inner, hidden // BLOCK), SCALES),
-            ("down_scale", down_scale, (experts, hidden, inner // BLOCK), SCALES),
+            ("gate_up_scale", gate_up_scale, (experts, 2 * inner, hidden // BLOCK), SCALE_DTYPES),
+            ("down_scale", down_scale, (experts, hidden, inner // BLOCK), SCALE_DTYPES),
         ):
             check_tensor(name, tensor, shape=sizes, dtypes=dtypes, device=device)
         if not (0 <= config.intermediate - inner < UNIT_K and 0 <= config.hidden - hidden < UNIT_K):
@@ -310,7 +310,7 @@ class ExpertWeights:
                 raise InvalidArgument(f"{part.name} is {values.dtype}, other experts are MXFP4")
             units = slice(part.rows.start // UNIT_N, part.rows.stop // UNIT_N)
             factors = getattr(self, f"{part.field}_scale")[expert, part.rows]
-            pack_matrix(values, scale, matrix[units], factors, at=part.name)
+            pack_matrix(values, scale, matrix[units], factors, name=part.name)
             return
         target = matrix[part.rows]
         if values.dtype == MXFP4 and scale is not None and target.dtype != FP8:

@@ -16,7 +16,7 @@ from weft.errors import InvalidArgument
 from weft.fields import max_value
 from weft.gemm import WgmmaPlan
 from weft.gemm.config import FP8, fastest_plan
-from weft.gemm.triton_launch import import_triton, is_installed
+from weft.gemm.triton_launch import import_triton, is_triton_installed
 from weft.grouping.config import MAX_ROWS
 from weft.lowlatency.config import MAX_TOKENS
 from weft.moe.layer.choice import AUTO, MODES, OVERLAPS
@@ -242,7 +242,7 @@ def choose_gemm(
         InvalidArgument: the GEMM does not support this device, dtype or size.
     """
     unsupported = _unsupported_by_grouped(config, fp8, quantize)
-    if gemm == AUTO and device.type == "cuda" and not unsupported and is_installed():
+    if gemm == AUTO and device.type == "cuda" and not unsupported and is_triton_installed():
         gemm = "grouped"
     if gemm == "grouped" or fp8:
         if unsupported or gemm == "torch":
