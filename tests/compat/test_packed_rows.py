@@ -30,9 +30,9 @@ THERE = Shape(8, 512, 8, 8, 7168, "bf16", (16,))
 BACK = Shape(8, 4096, 8, 8, 7168, "bf16", (16,), combine="gemm_push")
 WEIGHTS = Shape(3, 64, 3, 3, 12, "fp32", (16,), combine="gemm_push")
 PROGRAMS: dict[str, Program] = {
-    "fetch": packed_rows.program("fetch_rows", THERE, device=True),
-    "return": packed_rows.program("return_rows", BACK, device=True),
-    "return weights": packed_rows.program("return_rows", WEIGHTS, device=True),
+    "fetch": packed_rows.entry_program("fetch_rows", THERE, device=True),
+    "return": packed_rows.entry_program("return_rows", BACK, device=True),
+    "return weights": packed_rows.entry_program("return_rows", WEIGHTS, device=True),
 }
 
 
@@ -105,7 +105,7 @@ def packed(group: weft.Group, buffer: Buffer) -> None:
         (finding,) = made(buffer, RowDispatch)
         into = [torch.full((room + 2, size), 77, dtype=torch.uint8) for size in (24, 12)]
         sent = own_rows.ids.view(torch.uint8), own_rows.weights.view(torch.uint8)
-        ranks = rank_layout.announcement(
+        ranks = rank_layout.build_announcement(
             (), None, rank_layout.dispatch_layout(own_rows.ids, 12, 2), None
         )[1]
         finding.run(sent, ranks, [t[:room] for t in into])

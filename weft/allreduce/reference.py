@@ -97,12 +97,12 @@ def inverse_rms(rows: torch.Tensor, eps: float) -> torch.Tensor:
     sums = torch.zeros(x.shape[:2], dtype=torch.float32, device=rows.device)
     for i in range(width):
         sums = sums + x[:, :, i] * x[:, :, i]
-    partials = _butterfly(_in_lanes(sums))
+    partials = _sum_lanes(_in_lanes(sums))
     lanes = _in_lanes(partials)
     total = torch.zeros((tokens, 32), dtype=torch.float32, device=rows.device)
     for i in range(lanes.shape[1]):
         total = total + lanes[:, i]
-    squares = _butterfly(total[:, None])
+    squares = _sum_lanes(total[:, None])
     mean = squares / full_like(squares, hidden)
     # torch's float32 sqrt on CPUs (2.13) can be off by one ulp; a rounded float64 root is exact.
     root = (mean + full_like(mean, eps)).double().sqrt().float()
@@ -117,11 +117,11 @@ def quantize_norm(norm: torch.Tensor, quant: Quant) -> tuple[torch.Tensor, torch
             scaled = norm.float() * (one / quant.scale.float())
             return to_e4m3(scaled), quant.scale
         case FP8Token():
-            return _divided(norm.float()[:, None])
+            return _quantize_by_division(norm.float()[:, None])
         case FP8Group():
             if quant.scale == "fp32":
                 return quantize(norm, "fp8")
-            return _powers(norm.float().view(norm.shape[0], norm.shape[1] // 128, 128))
+            return _quantize_by_powers(norm.float().view(norm.shape[0], norm.shape[1] // 128, 128))
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ def pack_ue8m0(exponents: torch.Tensor) -> torch.Tensor:
     return packed.view(torch.int32).view(columns, pitch).t()[:tokens]
 
 
-def _divided(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_by_division(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     amax, broken = block_amax(blocks)
     scale = amax * full_like(amax, 1 / 448)
     scale = torch.maximum(scale, full_like(amax, SMALLEST_ROW_SCALE))
@@ -147,7 +147,7 @@ def _divided(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return to_e4m3(q).flatten(1), torch.where(broken, torch.nan, scale)
 
 
-def _powers(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_by_powers(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     amax, broken = block_amax(blocks)
     power = torch.where(amax == 0, -33, power_above(amax)).clamp(min=-33)
     byte = torch.where(broken, 255, power + 127).to(torch.uint8)
@@ -162,7 +162,7 @@ def _in_lanes(sums: torch.Tensor) -> torch.Tensor:
     return padded.view(tokens, -(-count // 32), 32)
 
 
-def _butterfly(lanes: torch.Tensor) -> torch.Tensor:
+def _sum_lanes(lanes: torch.Tensor) -> torch.Tensor:
     """Sum `[tokens, n, 32]` over the lanes by xor 16, 8, 4, 2, 1."""
     for step in (16, 8, 4, 2, 1):
         lanes = lanes[..., :step] + lanes[..., step : 2 * step]

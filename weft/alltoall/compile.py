@@ -58,14 +58,14 @@ def _(*args: Any) -> None:
 def _received(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
     return [
         torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).copy_(v)
-        for part in _parts(lookup(handle).receive_views(rows)[0])
+        for part in _split_received(lookup(handle).receive_views(rows)[0])
         for v in part
     ]
 
 
 @_received.register_fake
 def _(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
-    slots, others = _parts(lookup(handle).latest_received)
+    slots, others = _split_received(lookup(handle).latest_received)
     copies = [
         torch.empty_strided(
             (len(v), rows, *v.shape[2:]),
@@ -78,7 +78,7 @@ def _(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
     return [*copies, *(torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in others)]
 
 
-def _parts(received: Received) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _split_received(received: Received) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors with slots `[ep_size, rows, ...]`, and the others."""
     stats = [] if received.stats is None else [received.stats]
     return [*received.payloads, received.ids, received.weights], [received.counts, *stats]

@@ -550,7 +550,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
             stride=stride,
         )
         planes = tuple(
-            _plane(heap, slots, payload, offset, pitch)
+            _plane_view(heap, slots, payload, offset, pitch)
             for payload, offset, pitch in zip(config.payloads, at.planes, at.pitches, strict=True)
         )
         counts = heap.tensor((shape.ranks,), torch.int32, offset=at.counts)
@@ -583,7 +583,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         del self._full_views, self.output_buffer
 
 
-def _plane(
+def _plane_view(
     heap: Heap, slots: tuple[int, int], payload: Payload, offset: int, pitch: int
 ) -> torch.Tensor:
     """Return the view of one payload plane, whose rows are padded to 16-byte vectors."""

@@ -133,7 +133,7 @@ def allreduce_fusion(
         check_int("layout_code", layout_code, 0, QuantizationSFLayout.LINEAR)
     prologue = None
     if call is _FINALIZED:
-        _need(call, expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx)
+        _require_arguments(call, expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx)
         routed = expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output
         prologue = MoEFinalize(input, *routed)  # type: ignore[arg-type]
     elif call is _REDUCTION:
@@ -147,7 +147,7 @@ def allreduce_fusion(
     epilogue: dict[str, Any] = {}
     if call is not _Pattern.kAllReduce:
         quant = _quant(workspace, call, scale_factor, block_quant_group_size)
-        _need(call, residual_in=residual_in, rms_gamma=rms_gamma)
+        _require_arguments(call, residual_in=residual_in, rms_gamma=rms_gamma)
         epilogue = {"residual": residual_in, "weight": rms_gamma, "eps": rms_eps}
         epilogue |= {"quant": quant, "weight_bias": weight_bias}
     requested = _outputs(call, input, **outputs)
@@ -242,7 +242,7 @@ def _quant(
 ) -> FP8Static | FP8Token | FP8Group | None:
     """Return the quantization of a pattern."""
     if call in _STATIC:
-        _need(call, scale_factor=scale)
+        _require_arguments(call, scale_factor=scale)
         assert scale is not None
         return FP8Static(scale if isinstance(scale, torch.Tensor) else workspace.scale(scale))
     if call in _GROUPED:
@@ -252,7 +252,7 @@ def _quant(
     return FP8Token() if call in _DYNAMIC else None
 
 
-def _need(call: _Pattern, **arguments: object) -> None:
+def _require_arguments(call: _Pattern, **arguments: object) -> None:
     """Raise InvalidArgument if an argument that a pattern needs is None."""
     for name, value in arguments.items():
         if value is None:
@@ -267,7 +267,7 @@ def _moe_reduction(
     Rows are ordered by expert. `tensors` are the scales, the rows and the rows to add to, by their
     argument names.
     """
-    _need(_REDUCTION, moe_reduction_device_num_experts=experts, **tensors)
+    _require_arguments(_REDUCTION, moe_reduction_device_num_experts=experts, **tensors)
     experts = check_int("moe_reduction_device_num_experts", experts, 1, max_value(Shape, "experts"))
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):

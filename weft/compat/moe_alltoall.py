@@ -353,7 +353,7 @@ class MoeAlltoAll:
         require("output_dtype", output_dtype, (None, dtype), RESULT)
         operator = self._returning(CombineRow(payload.shape[2], dtype, use_low_precision))
         outbox = operator.output(running.limit)
-        if not _same(payload, outbox):
+        if not _is_same_view(payload, outbox):
             outbox.copy_(payload)
         try:
             result = operator.combine(out=output)
@@ -477,7 +477,7 @@ class MoeAlltoAll:
                 "get_combine_payload_tensor_in_workspace and write into what it returns"
             )
         inside = offered is not None and payload.data_ptr() == offered.data_ptr()
-        if offered is not None and (claimed or inside) and not _same(payload, offered):
+        if offered is not None and (claimed or inside) and not _is_same_view(payload, offered):
             raise InvalidArgument(
                 f"payload is {list(payload.shape)} {payload.dtype} at {payload.data_ptr():#x} with "
                 f"strides {payload.stride()} and payload_in_workspace={claimed}; the workspace's "
@@ -505,7 +505,7 @@ def _bytes(payload: torch.Tensor, row_bytes: int) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same view. Strides of dimensions of size 1 do not matter."""
     if (one.shape, one.dtype, one.data_ptr()) != (other.shape, other.dtype, other.data_ptr()):
         return False

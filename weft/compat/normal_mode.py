@@ -111,7 +111,9 @@ class NormalMode:
         ids = None if rows.topk is None else rows.topk[0]
         refused = self._refused if worst else None
         self._bounded = self._bounded or worst > 0
-        numbers, ranks = rank_layout.announcement(_words(rows, worst), ids, layout, refused)
+        numbers, ranks = rank_layout.build_announcement(
+            _announced_words(rows, worst), ids, layout, refused
+        )
         words, flagged = announcement.tell(numbers), slice(COUNTS + group.size, -experts)
         prefix = words[:, flagged].cumsum(0, dtype=torch.int32).contiguous()
         local = experts // group.size
@@ -295,7 +297,7 @@ class NormalMode:
         return cast("E", exchange)
 
 
-def _words(rows: Rows, worst: int) -> tuple[int, ...]:
+def _announced_words(rows: Rows, worst: int) -> tuple[int, ...]:
     """Return the values of WORDS."""
     ids = None if rows.topk is None else rows.topk[0]
     return (

@@ -58,7 +58,7 @@ class ReturnArgs(ctypes.Structure):
 ENTRIES: dict[str, type[ctypes.Structure]] = {"fetch_rows": FetchArgs, "return_rows": ReturnArgs}
 
 
-def program(name: str, shape: Shape, *, device: bool) -> Program:
+def entry_program(name: str, shape: Shape, *, device: bool) -> Program:
     """Return the program of one of ENTRIES for a Shape."""
     return Program(
         name="packed",
@@ -79,7 +79,7 @@ class CudaPackedEntries(CudaKernels):
     """
 
     def __init__(self, name: str, shape: Shape, most_rows: int, build: Build) -> None:
-        super().__init__(program(name, shape, device=True), build)
+        super().__init__(entry_program(name, shape, device=True), build)
         self._warps = most_rows * -(-shape.out_bytes // PIECE_BYTES)
         # Load it now: later, a peer's kernel may be spinning.
         self._launches[name, 0] = self._find(name, 0)
@@ -95,6 +95,6 @@ def load_entries(
 ) -> Kernels:
     """Compile and load an entry of a Shape for a rank's device."""
     if device.type == "cpu":
-        return CpuKernels(program(name, shape, device=False), build)
+        return CpuKernels(entry_program(name, shape, device=False), build)
     with loading_context(device):
         return CudaPackedEntries(name, shape, most_rows, build)

@@ -35,7 +35,7 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) ->
     return Layout(in_rank.sum(0, dtype=torch.int32), per_expert[:-1], in_rank)
 
 
-def announcement(
+def build_announcement(
     words: Sequence[int],
     topk_idx: torch.Tensor | None,
     layout: Layout,

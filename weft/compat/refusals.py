@@ -33,7 +33,7 @@ def require(name: str, value: Any, allowed: Any, why: str) -> None:
     options = allowed if isinstance(allowed, tuple) else (allowed,)
     if isinstance(value, torch.Tensor):
         text = f"a tensor {list(value.shape)}"
-    elif any(_same(value, option) for option in options):
+    elif any(_is_equal(value, option) for option in options):
         return
     else:
         text = format_value(value)
@@ -155,7 +155,7 @@ def check_batch(
         )
 
 
-def _same(value: object, option: object) -> bool:
+def _is_equal(value: object, option: object) -> bool:
     """Whether values are equal and both or neither are bool: 1 == True, but they differ here."""
     if isinstance(value, bool) != isinstance(option, bool):
         return False

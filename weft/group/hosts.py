@@ -180,14 +180,14 @@ def _check_one_machine(reports: list[Any]) -> None:
     for rank, report in enumerate(reports):
         if report["boot"] != first["boot"]:
             raise RendezvousFailed(
-                f"the ranks are on several hosts: rank 0 on {_named(first)}, rank {rank} on "
-                f"{_named(report)}. Shared memory needs one host: call init_process_group "
+                f"the ranks are on several hosts: rank 0 on {_describe(first)}, rank {rank} on "
+                f"{_describe(report)}. Shared memory needs one host: call init_process_group "
                 "and weft.Group.from_torch(), which serves several"
             )
         if report["network"] != first["network"]:
             raise RendezvousFailed(
-                f"rank 0 on {_named(first)} is in network namespace "
-                f"{sanitize_text(first['network'])}, rank {rank} on {_named(report)} in "
+                f"rank 0 on {_describe(first)} is in network namespace "
+                f"{sanitize_text(first['network'])}, rank {rank} on {_describe(report)} in "
                 f"{sanitize_text(report['network'])}: ranks meet over Unix sockets of one network "
                 "namespace; let their containers share one (a pod, or --network=host)"
             )
@@ -219,7 +219,7 @@ def _parse_meeting(reports: list[Any]) -> Meeting:
         ) from error
 
 
-def _named(report: dict[str, Any]) -> str:
+def _describe(report: dict[str, Any]) -> str:
     return f"{sanitize_text(report['host'])} (boot {sanitize_text(report['boot'])[:8]})"
 
 

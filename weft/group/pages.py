@@ -79,24 +79,24 @@ def map_shared(fd: int, size: int, *, writable: bool) -> int:
 def unmap(address: int, size: int) -> None:
     """Remove a mapping. Raises OSError."""
     if _libc.munmap(address, size) != 0:
-        raise _error("munmap", size)
+        raise _os_error("munmap", size)
 
 
 def exclude_from_fork(address: int, size: int) -> None:
     """Leave a mapping out of forked children. Raises OSError."""
     if _libc.madvise(address, size, mmap.MADV_DONTFORK) != 0:
-        raise _error("madvise", size)
+        raise _os_error("madvise", size)
 
 
 def map_memory(address: int, size: int, protection: int, flags: int, fd: int) -> int:
     """Return the address of a new mapping, at `address` unless it is 0. Raises OSError."""
     where = _libc.mmap(address or None, size, protection, flags | _MAP_NORESERVE, fd, 0)
     if where == _MAP_FAILED:
-        raise _error("mmap", size)
+        raise _os_error("mmap", size)
     return int(where)
 
 
-def _error(call: str, size: int) -> OSError:
+def _os_error(call: str, size: int) -> OSError:
     number = ctypes.get_errno()
     return OSError(
         number, f"{call} of {size} bytes: {os.strerror(number)}; see `ulimit -v` and free memory"

@@ -32,7 +32,7 @@ def check_host_memory(group: Group, bytes_each: int, *, what: str) -> None:
     if group.device.type != "cpu":
         return
     place, bound = control_group()
-    swap, host = _meminfo("SwapFree"), _meminfo("MemAvailable")
+    swap, host = _read_meminfo("SwapFree"), _read_meminfo("MemAvailable")
     reports = group.all_gather([host + swap, place, None if bound is None else bound + swap])
     gathered = {rank: reports[rank] for rank in group.living}
     ranks, total = len(gathered), len(gathered) * bytes_each
@@ -69,7 +69,7 @@ def control_group() -> tuple[str, int | None]:
     for path in [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]:
         folder = CGROUPS / path
         for each in (folder, *folder.parents):
-            left = _left(each)
+            left = _bytes_left(each)
             if left is not None:
                 remaining.append((left, str(each)))
             if each == CGROUPS:
@@ -80,7 +80,7 @@ def control_group() -> tuple[str, int | None]:
     return place, left
 
 
-def _left(folder: Path) -> int | None:
+def _bytes_left(folder: Path) -> int | None:
     """Return the bytes that a control group may still take, or None without a limit."""
     try:
         most = int((folder / "memory.max").read_text())
@@ -92,7 +92,7 @@ def _left(folder: Path) -> int | None:
     return max(0, most - taken + sum(int(held.get(name, 0)) for name in _RECLAIMABLE))
 
 
-def _meminfo(name: str) -> int:
+def _read_meminfo(name: str) -> int:
     for line in (PROC / "meminfo").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10

@@ -82,7 +82,7 @@ def nvrtc_version() -> str:
             f"the NVRTC library was not found: {error}; {install_hint('gpu')}, "
             "or add its directory to LD_LIBRARY_PATH"
         ) from error
-    major, minor = _value(nvrtc, result, "nvrtcVersion")
+    major, minor = _check_value(nvrtc, result, "nvrtcVersion")
     if (major, minor) < (12, 8):
         raise CompileError(f"NVRTC {major}.{minor} is too old: weft's headers need 12.8 or newer")
     return f"NVRTC {major}.{minor}"
@@ -101,7 +101,7 @@ def _bindings() -> Any:
 def _compile(entry: str, *, name: str, flags: Sequence[str]) -> tuple[bytes, str]:
     """Return (cubin, log) of one translation unit."""
     nvrtc = _bindings()
-    program = _value(
+    program = _check_value(
         nvrtc,
         nvrtc.nvrtcCreateProgram(entry.encode(), f"{name}.cu".encode(), 0, None, None),
         "nvrtcCreateProgram",
@@ -111,9 +111,9 @@ def _compile(entry: str, *, name: str, flags: Sequence[str]) -> tuple[bytes, str
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
         # A bytearray, because the interpreter shares bytes objects of a single character.
         log = bytearray(
-            _value(nvrtc, nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
+            _check_value(nvrtc, nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
         )
-        _value(nvrtc, nvrtc.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
+        _check_value(nvrtc, nvrtc.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
         text = truncate_log(log.decode(errors="replace")) if log.strip(b"\0 \n") else ""
         if int(status) != 0:
             raise CompileError(
@@ -121,14 +121,16 @@ def _compile(entry: str, *, name: str, flags: Sequence[str]) -> tuple[bytes, str
                 f"options: {' '.join(flags)}\n{number_lines(entry)}\n{text}\n"
                 "Line numbers refer to the entry above; fix it or the header that the log names."
             )
-        cubin = bytearray(_value(nvrtc, nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize"))
-        _value(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
+        cubin = bytearray(
+            _check_value(nvrtc, nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
+        )
+        _check_value(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
         return bytes(cubin), text
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _value(nvrtc: Any, result: tuple[Any, ...], call: str) -> Any:
+def _check_value(nvrtc: Any, result: tuple[Any, ...], call: str) -> Any:
     status, *values = result
     if int(status) != 0:
         raise CompileError(

@@ -54,7 +54,7 @@ class Report:
             text=str(error),
             trace=trace,
             timestamp=time.monotonic(),
-            echo=_echo(error),
+            echo=_echo_level(error),
             blamed_ranks=_named_ranks(rank, error),
         )
 
@@ -94,7 +94,7 @@ def run_and_report(
         return report
 
 
-def _echo(error: BaseException, seen: frozenset[int] = frozenset()) -> int:
+def _echo_level(error: BaseException, seen: frozenset[int] = frozenset()) -> int:
     """Return how surely `error` only repeats another rank's, see `Report.echo`."""
     if isinstance(error, GroupError | RendezvousFailed):
         return 2
@@ -105,7 +105,7 @@ def _echo(error: BaseException, seen: frozenset[int] = frozenset()) -> int:
     seen |= {id(error)}
     if before is None or id(before) in seen:  # an error may be its own cause: raise e from e
         return 0
-    return min(1, _echo(before, seen))
+    return min(1, _echo_level(before, seen))
 
 
 def _named_ranks(rank: int, error: BaseException) -> tuple[int, ...]:
@@ -133,8 +133,8 @@ def launch_error(reports: list[Report], ranks: int, timeout: float) -> RankFaile
         return None
     if not failed:
         return RankFailed(
-            f"rank {_join(running)} of {ranks} still ran after {timeout:g} s and was ended; raise "
-            "`timeout`, or look for what it waits for"
+            f"rank {_join_ranks(running)} of {ranks} still ran after {timeout:g} s and was ended; "
+            "raise `timeout`, or look for what it waits for"
         )
     returned = {r.rank: r.timestamp for r in reports if r.kind == "returned"}
     missed = {
@@ -153,7 +153,7 @@ def launch_error(reports: list[Report], ranks: int, timeout: float) -> RankFaile
     if others:
         text += f"\nAlso failed: {', '.join(others)}."
     if running:
-        text += f"\nEnded while still running: rank {_join(running)}."
+        text += f"\nEnded while still running: rank {_join_ranks(running)}."
     if first.trace:
         text += f"\n\nOn rank {first.rank}:\n{first.trace}"
     error = RankFailed(text)
@@ -161,5 +161,5 @@ def launch_error(reports: list[Report], ranks: int, timeout: float) -> RankFaile
     return error
 
 
-def _join(ranks: list[int]) -> str:
+def _join_ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))

@@ -112,7 +112,7 @@ def _dispatch(
     alive = owner.traced_handles.alive
     if number in alive:  # an earlier run of the graph raised, and its handle is lost
         owner.drop_handle(alive.pop(number))
-    results = _results(owner)
+    results = _allocate_results(owner)
     rows = owner.run_dispatch("dispatch", x, topk_ids, topk_weights, results)
     alive[number] = rows.handle
     return _public_tensors(owner, results)
@@ -124,7 +124,7 @@ def _(*args: Any) -> FiveTensors:
     owner: TracedLowLatency = lookup(handle)
     with allow_fake_tensors():
         owner.config.check_dispatch(x, topk_ids, topk_weights, owner.group.device)
-    return _public_tensors(owner, _results(owner))
+    return _public_tensors(owner, _allocate_results(owner))
 
 
 @torch.library.custom_op("weft::lowlatency_combine", mutates_args=("out", "order"))
@@ -219,7 +219,7 @@ def combine(
     return out
 
 
-def _results(owner: TracedLowLatency) -> dict[str, torch.Tensor]:
+def _allocate_results(owner: TracedLowLatency) -> dict[str, torch.Tensor]:
     """Allocate the result of a dispatch, by the names that a slot uses."""
     shapes = owner.config.result_shapes(owner.num_local_experts)
     device = owner.order_tensor.device

@@ -121,7 +121,7 @@ def describe_reduce(record: CallRecord) -> str:
     names = {number: name for name, number in BACKENDS.items()}
     codings = {number: name for name, number in CODINGS.items()}
     present = [name for i, name in enumerate(PARTS) if flags >> i & 1]
-    eps, bias = map(_shortest, _CONSTANTS.unpack(record.constants.to_bytes(8, "little")))
+    eps, bias = map(_shortest_decimal, _CONSTANTS.unpack(record.constants.to_bytes(8, "little")))
     caller = f"layer {layer} of this workspace, " if layer else ""
     return (
         f"{caller}{tokens} tokens by {names.get(backend, backend)}, "
@@ -130,7 +130,7 @@ def describe_reduce(record: CallRecord) -> str:
     )
 
 
-def _shortest(value: float) -> str:
+def _shortest_decimal(value: float) -> str:
     """Return the shortest decimal text that rounds to this float32."""
     texts = (f"{value:.{digits}g}" for digits in range(1, 10))
     return next((t for t in texts if ctypes.c_float(float(t)).value == value), str(value))

@@ -27,7 +27,7 @@ GONE_RANK, GONE_UNMASKED = 13, 14
 COMBINE, GROUPING, ALL_REDUCE = 2, 3, 4  # phases
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -43,7 +43,7 @@ def input_error(record: ErrorRecord, count: int, *, drops_repeats: bool = False)
     entry = f"rank {record.rank}: topk_ids[{record.token}, {record.slot}]"
     if record.code == BAD_EXPERT_ID:
         return BadExpertId(
-            f"{entry} is {_signed(record.observed)}{_reporter(record)}; expert ids are "
+            f"{entry} is {_to_signed(record.observed)}{_reporter(record)}; expert ids are "
             f"0..{record.expected - 1}, or -1 for none. The id was dropped, all others were "
             f"sent{more}. Fix the router or mask the id with -1."
         )
@@ -64,8 +64,8 @@ def input_error(record: ErrorRecord, count: int, *, drops_repeats: bool = False)
     if record.code == BAD_ROW_INDEX:
         return InvalidArgument(
             f"rank {record.rank}: index[{record.token}, {record.slot}] of a MoEFinalize is "
-            f"{_signed(record.observed)}; its rows are 0..{record.expected - 1}, or -1 for none. "
-            f"The entry was dropped{more}. Fix the code that computes the index."
+            f"{_to_signed(record.observed)}; its rows are 0..{record.expected - 1}, or -1 for "
+            f"none. The entry was dropped{more}. Fix the code that computes the index."
         )
     if record.phase == GROUPING:
         return TokenOverflow(
@@ -75,7 +75,7 @@ def input_error(record: ErrorRecord, count: int, *, drops_repeats: bool = False)
             "Build ExpertGroups with a larger max_rows."
         )
     return TokenOverflow(
-        f"rank {record.rank}: num_tokens on the device is {_signed(record.observed)}"
+        f"rank {record.rank}: num_tokens on the device is {_to_signed(record.observed)}"
         f"{_reporter(record)}; the tensors of this call hold 0..{record.expected} tokens. The "
         f"count was clamped{more}."
     )

@@ -73,8 +73,8 @@ class Part:
     def padded(self, columns: int) -> Part:
         """Return this MXFP4 matrix, or a bias of MXFP4 experts, zero-padded to rows and columns."""
         missing = self.rows.stop - self.rows.start - len(self.values)
-        values = _padded(self.values, missing, columns // 2)
-        scale = None if self.scale is None else _padded(self.scale, missing, columns // MX_BLOCK)
+        values = _pad(self.values, missing, columns // 2)
+        scale = None if self.scale is None else _pad(self.scale, missing, columns // MX_BLOCK)
         return replace(self, values=values, scale=scale)
 
 
@@ -497,7 +497,7 @@ def _unpack_int4(words: torch.Tensor) -> torch.Tensor:
     return ((words.unsqueeze(-1) >> shifts & 15) - 8).to(torch.int8).flatten(1)
 
 
-def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def _pad(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Append `rows` rows of zeros, and pad a matrix with zeros to `columns` columns."""
     column_padding = (0, columns - tensor.shape[1]) if tensor.dim() == 2 else ()
     return functional.pad(tensor, (*column_padding, 0, rows))

@@ -67,8 +67,8 @@ def declared_format(folder: Path, experts: str) -> Declared:
             "the checkpoint"
         )
     ignored = [
-        *_strings(quantization, "ignore", path),
-        *_strings(quantization, "modules_to_not_convert", path),
+        *_read_strings(quantization, "ignore", path),
+        *_read_strings(quantization, "modules_to_not_convert", path),
     ]
     if any(_matches_experts(pattern, experts) for pattern in ignored):
         return Declared(str(path), "plain")
@@ -79,7 +79,7 @@ def declared_format(folder: Path, experts: str) -> Declared:
     return _compressed_tensors(quantization, path, experts)
 
 
-def _strings(quantization: Mapping[str, Any], name: str, path: Path) -> list[str]:
+def _read_strings(quantization: Mapping[str, Any], name: str, path: Path) -> list[str]:
     values = quantization.get(name) or []
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise InvalidArgument(f"{name} in quantization_config of {path} is no list of names")

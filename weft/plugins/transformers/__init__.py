@@ -16,7 +16,7 @@ import importlib
 from weft.arguments import check_int, check_seconds
 from weft.errors import SetupError
 from weft.plugins.names import Known, list_differences
-from weft.plugins.transformers.exchange import exchanges
+from weft.plugins.transformers.exchange import open_exchanges
 
 __all__ = ["check", "close", "register"]
 
@@ -71,7 +71,7 @@ def check() -> None:
     Every layer checks this when it is called. On GPUs a call returns before its kernel has run, so
     synchronize and call this function after the last forward pass.
     """
-    for exchange in exchanges():
+    for exchange in open_exchanges():
         exchange.check()
 
 
@@ -81,7 +81,7 @@ def close() -> None:
     Local and idempotent. A model also frees its own when Python collects it, and a process that
     exits frees everything. Layers of a closed model raise OutOfOrder.
     """
-    for exchange in exchanges():
+    for exchange in open_exchanges():
         exchange.close()
 
 

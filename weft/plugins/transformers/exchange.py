@@ -115,6 +115,6 @@ def exchange_of(mesh: DeviceMesh, max_tokens: int, timeout: float) -> Exchange:
     return exchange
 
 
-def exchanges() -> list[Exchange]:
+def open_exchanges() -> list[Exchange]:
     """Return the exchanges of this process's models."""
     return list(_exchanges.values())
