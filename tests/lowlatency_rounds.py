@@ -13,7 +13,7 @@ import weft
 from tests.rounds import Round, bits, drop_dead_ids, synchronize
 from weft.gemm.reference import push_rows
 from weft.lowlatency import reference as low
-from weft.lowlatency.config import LowLatencyConfig, LowLatencyShape
+from weft.lowlatency.config import LowLatencyConfig, LowLatencyShape, LowLatencySpec
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.reference import dequantize
@@ -52,8 +52,10 @@ class Mode:
 
     def shape(self, case: Round, max_tokens: int, **more: Any) -> LowLatencyShape:
         """Return the Shape of the kernels; `more` are options that change it."""
-        sizes = {"ranks": len(case.tokens), **case.sizes(max_tokens), "dtype": case.dtype}
-        return LowLatencyConfig.from_args(**sizes, **self.options, **more).shape
+        options = {**self.options, **more, "dtype": case.dtype}
+        recipe = options.pop("_recipe")
+        spec = LowLatencySpec(ranks=len(case.tokens), **case.sizes(max_tokens), **options)
+        return LowLatencyConfig.from_spec(spec, recipe=recipe).shape
 
 
 def dequantized_rows(

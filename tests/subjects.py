@@ -24,7 +24,7 @@ from tests.sending import make, results
 from tests.sums import Sum, quant_specs
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
-from weft.alltoall.config import AllToAllConfig
+from weft.alltoall.config import AllToAllConfig, AllToAllSpec
 from weft.grouping.operator import ExpertGroups
 
 TOKENS = 8
@@ -82,8 +82,8 @@ class ByRank:
 
     def compile(self, **more: Any) -> Path:
         sizes = self.case.sizes(TOKENS) | combine_options(self.way)
-        shape = AllToAllConfig.from_args(ranks=len(self.case.tokens), **sizes).shape
-        return compile_alltoall(shape, **more)
+        spec = AllToAllSpec(ranks=len(self.case.tokens), **sizes)
+        return compile_alltoall(AllToAllConfig.from_spec(spec).shape, **more)
 
     def emulate(self, subject: Subject, library: Path) -> None:
         a2a = subject.made

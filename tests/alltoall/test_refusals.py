@@ -12,6 +12,7 @@ import torch
 import weft
 from tests.kinds import CPU, CUDA, on_ranks
 from tests.rounds import Round, bits, play, synchronize
+from weft.alltoall.config import AllToAllConfig, AllToAllSpec
 from weft.errors import (
     BadExpertId,
     GeometryMismatch,
@@ -72,11 +73,9 @@ def test_invalid_input_is_refused_on_the_host(group):
     ],
 )
 def test_invalid_sizes_are_refused(change, words):
+    spec = AllToAllSpec(ranks=2, **(SIZES | change))
     with pytest.raises(InvalidArgument) as caught:
-        weft.alltoall.config.AllToAllConfig.from_args(
-            ranks=2,
-            **{"dtype": torch.bfloat16, "payloads": None, "expert_map": None, **SIZES, **change},
-        )
+        AllToAllConfig.from_spec(spec)
     assert all(word in str(caught.value) for word in words), caught.value
 
 

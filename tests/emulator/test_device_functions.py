@@ -14,14 +14,14 @@ from weft.allreduce.config import ReduceConfig
 from weft.gemm import WgmmaPlan
 from weft.gemm.kernels import GemmShape
 from weft.grouping.config import GroupConfig
-from weft.lowlatency.config import LowLatencyConfig
+from weft.lowlatency.config import LowLatencyConfig, LowLatencySpec
 from weft.shape import Shape
 
 SHAPE = Shape(2, 16, 2, 160, 256, "bf16", (512,))
 GROUPS = GroupConfig("contiguous", 80, 2048, 8)
 # With 256 local experts the scratch has one entry per two chunks.
-LOW = LowLatencyConfig.from_args(
-    ranks=2, max_tokens=450, top_k=2, num_experts=512, hidden=128
+LOW = LowLatencyConfig.from_spec(
+    LowLatencySpec(ranks=2, max_tokens=450, top_k=2, num_experts=512, hidden=128)
 ).shape
 REDUCTION = ReduceConfig.from_args(ranks=2, max_tokens=4, hidden=640)  # five groups of 128
 GEMM = GemmShape(64, 256, 128, WgmmaPlan(192), "store", operand="bf16")

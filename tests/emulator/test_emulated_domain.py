@@ -32,7 +32,7 @@ from tests.lowlatency_rounds import Mode
 from tests.rounds import Round, combine_options, drop_refusals, play
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
-from weft.alltoall.config import AllToAllConfig
+from weft.alltoall.config import AllToAllConfig, AllToAllSpec
 
 pytestmark = pytest.mark.slow
 
@@ -52,10 +52,8 @@ MODES = (
 def compiled(kind: str) -> Any:
     """Return the kernels of an operator, compiled for a CPU."""
     if kind == "alltoall":
-        shapes = [
-            AllToAllConfig.from_args(ranks=RANKS, **SIZES, **combine_options(way)).shape
-            for way in WAYS
-        ]
+        specs = [AllToAllSpec(ranks=RANKS, **SIZES, **combine_options(way)) for way in WAYS]
+        shapes = [AllToAllConfig.from_spec(spec).shape for spec in specs]
         return [compile_alltoall(shape, defines=WIDE) for shape in shapes]
     if kind == "lowlatency":
         return [compile_low(mode.shape(CASE, 8), defines=WIDE) for mode in MODES]

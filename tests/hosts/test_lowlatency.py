@@ -16,7 +16,7 @@ from tests.lowlatency_rounds import Mode, expected_out, expert_results, play
 from tests.rounds import Round, bits, synchronize
 from weft.errors import BadExpertId, InvalidArgument
 from weft.hosts.buffers import RailViews
-from weft.lowlatency.config import LowLatencyConfig
+from weft.lowlatency.config import LowLatencyConfig, LowLatencySpec
 
 TOKENS = 8
 WAYS = {
@@ -102,5 +102,6 @@ def emulated(group: weft.Group, library: str) -> None:
 
 @campaign
 def test_kernels_forward_quantised_rows_as_they_came(ranks):
-    config = LowLatencyConfig.from_args(ranks=2, **LONG.sizes(TOKENS), _hosts=((0, 1), (2, 3)))
+    spec = LowLatencySpec(ranks=2, **LONG.sizes(TOKENS))
+    config = LowLatencyConfig.from_spec(spec, hosts=((0, 1), (2, 3)))
     ranks(4, "cpu")(on_hosts, 2, emulated, str(compile_low(config.shape)))

@@ -204,4 +204,4 @@ class ReduceConfig:
         return to_cpp(self, "weft::Reduction")
 
 
-memory_bytes = share_bytes_function(ReduceConfig.from_args)
+memory_bytes = share_bytes_function(ReduceConfig.from_args, lambda config: config)

@@ -33,8 +33,9 @@ from weft.keywords import internal, reject_unknown
 from weft.runtime.ambient import as_creation
 from weft.runtime.check import check_tokens
 from weft.runtime.identity import BACKENDS, describe_reduce
-from weft.runtime.kernels import Build, Kernels
+from weft.runtime.kernels import Kernels
 from weft.runtime.operator import Operator, one_call
+from weft.runtime.options import RunOptions
 from weft.runtime.prepared import CallCache
 from weft.runtime.report import ALL_REDUCE, GONE_UNMASKED
 
@@ -97,8 +98,9 @@ class AllReduce(Operator):
     ) -> None:
         self.backends: tuple[str, ...] = ()
 
+        options = RunOptions.from_arguments(locals())
+
         def prepare() -> tuple[ReduceConfig, Kernels]:
-            check_bools(programmatic_launch=programmatic_launch)
             group.require_one_host("an all-reduce")
             self.backends = _checked_backends(backends, check_choice("missing", missing, MISSING))
             config = ReduceConfig.from_args(
@@ -109,17 +111,9 @@ class AllReduce(Operator):
                 epilogue_at=epilogue_at,
                 missing=missing,
             )
-            build = Build(programmatic=programmatic_launch, defines=_defines)
-            return config, load_kernels(group.device, config, build)
+            return config, load_kernels(group.device, config, options.build(defines=_defines))
 
-        self._create(
-            group,
-            "an all-reduce",
-            prepare,
-            timeout=timeout,
-            first_timeout=first_timeout,
-            first_epoch=_first_epoch,
-        )
+        self._create(group, "an all-reduce", prepare, options, first_epoch=_first_epoch)
         self.dtype = dtype
         self._choices: dict[tuple[int, bool], Choice] = {}
         self._prepared: CallCache[PreparedCall] = CallCache()

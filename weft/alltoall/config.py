@@ -27,6 +27,7 @@ from weft.hosts.config import HostsConfig, HostSpan
 from weft.placement import Placement, build_placement
 from weft.runtime.check import check_tensor, check_tokens, check_topk
 from weft.runtime.layout import LINE, CppValues, cpp_offset, round_up, share_bytes_function
+from weft.runtime.options import ExchangeSpec
 from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
 
 
@@ -171,6 +172,14 @@ class Offsets:
         ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllToAllSpec(ExchangeSpec):
+    """What an `AllToAll` exchanges."""
+
+    payloads: Sequence[Payload] | None = None
+    stats: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class AllToAllConfig(HostsConfig):
     """Everything that ranks must agree on before they share memory.
@@ -201,45 +210,23 @@ class AllToAllConfig(HostsConfig):
     span: HostSpan | None = None
 
     @classmethod
-    def from_args(
-        cls,
-        *,
-        ranks: int,
-        max_tokens: int,
-        top_k: int,
-        num_experts: int,
-        hidden: int,
-        dtype: torch.dtype = torch.bfloat16,
-        payloads: Sequence[Payload] | None = None,
-        expert_map: Sequence[int] | torch.Tensor | None = None,
-        quantize: str | None = None,
-        combine: str | None = None,
-        combine_dtype: str | None = None,
-        stats: int = 0,
-        _hosts: Sequence[Sequence[int]] = (),
-        _host: int = 0,
+    def from_spec(
+        cls, spec: AllToAllSpec, *, hosts: Sequence[Sequence[int]] = (), host: int = 0
     ) -> AllToAllConfig:
         """Check the arguments of `AllToAll` and build its config.
 
-        With several hosts, `_hosts` are the ranks of each (`Group.host_ranks`), `ranks` is the
-        number of ranks of one, and the Shape describes the part on host `_host`.
+        With several hosts, `hosts` are the ranks of each (`Group.host_ranks`), and the Shape
+        describes the part on host `host`.
 
         Raises:
             InvalidArgument: names the argument, its value and the allowed values.
         """
-        sizes = check_values(
-            Shape,
-            ranks=ranks,
-            tokens=max_tokens,
-            top_k=top_k,
-            experts=num_experts,
-            hidden=hidden,
-            stats=stats,
-        )
+        sizes = check_values(Shape, **spec.sizes(), stats=spec.stats)
         ranks, num_experts, hidden = sizes["ranks"], sizes["experts"], sizes["hidden"]
-        dtype = check_choice("dtype", dtype, DTYPE_NAMES)
-        quantize = check_choice("quantize", quantize, (None, *SCALES))
-        mode = _combine_mode(combine, combine_dtype)
+        dtype = check_choice("dtype", spec.dtype, DTYPE_NAMES)
+        quantize = check_choice("quantize", spec.quantize, (None, *SCALES))
+        mode = _combine_mode(spec.combine, spec.combine_dtype)
+        payloads = spec.payloads
         inputs = (Payload((hidden,), dtype),) if payloads is None else check_payloads(payloads)
         delivered = _delivered_payloads(inputs, hidden, dtype, quantize)
         shape = Shape(
@@ -248,20 +235,20 @@ class AllToAllConfig(HostsConfig):
             row_bytes=tuple(p.row_bytes for p in delivered),
             combine=mode,
             quant=quantize or "none",
-            mapped=expert_map is not None,
+            mapped=spec.expert_map is not None,
         )
         if shape.top_k > num_experts:
             raise InvalidArgument(
-                f"top_k is {top_k}, but the layer has {num_experts} experts (num_experts)"
+                f"top_k is {spec.top_k}, but the layer has {num_experts} experts (num_experts)"
             )
-        placement = build_placement(expert_map, num_experts, max(1, len(_hosts)) * ranks)
+        placement = build_placement(spec.expert_map, num_experts, max(1, len(hosts)) * ranks)
         scales = len(delivered) - len(inputs)
         planes = tuple(i + scales if i else 0 for i in range(len(inputs)))
         span = None
-        if len(_hosts) > 1:
+        if len(hosts) > 1:
             span = HostSpan(
-                ranks=tuple(map(tuple, _hosts)),
-                host=_host,
+                ranks=tuple(map(tuple, hosts)),
+                host=host,
                 max_tokens=shape.tokens,
                 top_k=shape.top_k,
                 hidden=hidden,
@@ -407,7 +394,7 @@ def _combine_mode(combine: str | None, combine_dtype: str | None) -> str:
     return "push_fp8"
 
 
-memory_bytes = share_bytes_function(AllToAllConfig.from_args)
+memory_bytes = share_bytes_function(AllToAllSpec, AllToAllConfig.from_spec)
 
 
 def check_payloads(payloads: Sequence[Payload]) -> tuple[Payload, ...]:

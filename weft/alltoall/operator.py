@@ -15,11 +15,10 @@ from typing import Never, NoReturn
 import torch
 
 from weft.alltoall import compile as traced
-from weft.alltoall.config import AllToAllConfig, Payload, memory_bytes
+from weft.alltoall.config import AllToAllConfig, AllToAllSpec, Payload, memory_bytes
 from weft.alltoall.exchange import LocalExchange
 from weft.alltoall.kernels import load_kernels
 from weft.alltoall.received import Received, split_by_host, with_rows
-from weft.arguments import check_bools
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap import Heap
@@ -34,9 +33,10 @@ from weft.runtime.check import as_tensors, check_no_overlap, check_tensor, raise
 from weft.runtime.debug import poison
 from weft.runtime.exchange import ExchangeOperator
 from weft.runtime.identity import exchange_call
-from weft.runtime.kernels import Build, Kernels
+from weft.runtime.kernels import Kernels
 from weft.runtime.operator import one_call
-from weft.runtime.timeline import DEFINE, Span, read_timeline
+from weft.runtime.options import RunOptions
+from weft.runtime.timeline import Span, read_timeline
 
 MAX_VIEWS = 256  # cached views, by number of rows: one for each batch size of an engine
 
@@ -123,39 +123,17 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         _defines: Sequence[str] = (),
         _first_epoch: int = 0,
     ) -> None:
+        arguments = locals()
+        options = RunOptions.from_arguments(arguments)
+
         def prepare() -> tuple[AllToAllConfig, Kernels]:
-            check_bools(
-                split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile
-            )
-            config = AllToAllConfig.from_args(
-                ranks=group.local.size,
-                max_tokens=max_tokens,
-                top_k=top_k,
-                num_experts=num_experts,
-                hidden=hidden,
-                dtype=dtype,
-                payloads=payloads,
-                expert_map=expert_map,
-                quantize=quantize,
-                combine=combine,
-                combine_dtype=combine_dtype,
-                stats=stats,
-                _hosts=group.host_ranks,
-                _host=group.host,
-            )
-            defines = (*_defines, *((DEFINE,) if profile else ()))
-            self.build = Build(num_sms, programmatic_launch, split_phase, defines)
+            self.build = options.build(split_phase=split_phase, defines=_defines)
             self._begins_early = split_phase
+            spec = AllToAllSpec.from_arguments(arguments, ranks=group.local.size)
+            config = AllToAllConfig.from_spec(spec, hosts=group.host_ranks, host=group.host)
             return config, load_kernels(group.device, group.local.rank, config, self.build)
 
-        self._create(
-            group,
-            "an all-to-all",
-            prepare,
-            timeout=timeout,
-            first_timeout=first_timeout,
-            first_epoch=_first_epoch,
-        )
+        self._create(group, "an all-to-all", prepare, options, first_epoch=_first_epoch)
         config = self.config
         self.dtype, self.placement = config.dtype, config.placement
         self._round = 0  # number of rounds, incremented by dispatch

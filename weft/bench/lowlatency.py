@@ -25,7 +25,7 @@ from weft.bench.harness import (
 from weft.bench.routing import PairCase, count_choice_rows, count_token_rows, generate_ids
 from weft.group import Group
 from weft.lowlatency import reference as low
-from weft.lowlatency.config import LowLatencyConfig
+from weft.lowlatency.config import LowLatencyConfig, LowLatencySpec
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows, Handle
 from weft.reference import dequantize
@@ -77,7 +77,7 @@ class LowLatencyCase(PairCase):
     @property
     def config(self) -> LowLatencyConfig:
         """Config of the operator."""
-        return LowLatencyConfig.from_args(ranks=self.ranks, **self.options)
+        return LowLatencyConfig.from_spec(LowLatencySpec(ranks=self.ranks, **self.options))
 
     @property
     def sent_bytes(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from weft import reference
-from weft.alltoall.config import AllToAllConfig, Payload
+from weft.alltoall.config import AllToAllConfig, AllToAllSpec, Payload
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.bench.harness import (
@@ -76,7 +76,8 @@ class MoECase(PairCase):
             raise InvalidArgument(
                 f"quantize is {self.quantize!r} and the payload is fp8 already: choose one of them"
             )
-        AllToAllConfig.from_args(ranks=self.ranks, **self.sizes(self.capacity), **self.options())
+        sizes = self.sizes(self.capacity)
+        AllToAllConfig.from_spec(AllToAllSpec(ranks=self.ranks, **sizes, **self.options()))
         generate_ids(self, max(self.tokens), 0)  # validates the routing
 
     def sizes(self, max_tokens: int) -> dict[str, Any]:

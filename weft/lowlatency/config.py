@@ -29,6 +29,7 @@ from weft.hosts.config import HostsConfig, HostSpan, host_placement
 from weft.placement import Placement, build_placement
 from weft.runtime.check import check_tensor, check_tokens, check_topk
 from weft.runtime.layout import LINE, CppValues, Memory, cpp_offset, round_up, size_function
+from weft.runtime.options import ExchangeSpec
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K
 
 MAX_TOKENS, MAX_LOCAL, MAX_EXPERTS = 8192, 1024, 4096
@@ -287,6 +288,19 @@ class LowLatencyOffsets:
         ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowLatencySpec(ExchangeSpec):
+    """What a `LowLatencyAllToAll` exchanges."""
+
+    quantize: str | None = "fp8"
+    combine: str | None = "push"
+    group_size: int = 128
+    scale: str = "fp32_row"
+    reduce: str = "receiver"
+    slots: int = 2
+    profile: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class LowLatencyConfig(HostsConfig):
     """Everything that ranks must agree on before they share memory."""
@@ -301,65 +315,41 @@ class LowLatencyConfig(HostsConfig):
     span: HostSpan | None = None
 
     @classmethod
-    def from_args(
+    def from_spec(
         cls,
+        spec: LowLatencySpec,
         *,
-        ranks: int,
-        max_tokens: int,
-        top_k: int,
-        num_experts: int,
-        hidden: int,
-        dtype: torch.dtype = torch.bfloat16,
-        expert_map: Sequence[int] | torch.Tensor | None = None,
-        quantize: str | None = "fp8",
-        combine: str = "push",
-        combine_dtype: str | None = None,
-        group_size: int = 128,
-        scale: str = "fp32_row",
-        reduce: str = "receiver",
-        slots: int = 2,
-        profile: bool = False,
-        _recipe: str = "weft",
-        _hosts: Sequence[Sequence[int]] = (),
-        _host: int = 0,
+        recipe: str = "weft",
+        hosts: Sequence[Sequence[int]] = (),
+        host: int = 0,
     ) -> LowLatencyConfig:
         """Check the arguments of `LowLatencyAllToAll` and build its config.
 
-        `_hosts` and `_host` are as in `AllToAllConfig.from_args`.
+        `hosts` and `host` are as in `AllToAllConfig.from_spec`.
 
         Raises:
             InvalidArgument: names the argument, its value and the allowed values.
         """
-        check_bools(profile=profile)
-        sizes = check_values(
-            LowLatencyShape,
-            ranks=ranks,
-            tokens=max_tokens,
-            top_k=top_k,
-            experts=num_experts,
-            hidden=hidden,
-        )
+        check_bools(profile=spec.profile)
+        sizes = check_values(LowLatencyShape, **spec.sizes())
         ranks, num_experts = sizes["ranks"], sizes["experts"]
-        slots = check_int("slots", slots, 1, MAX_SLOTS)
-        dtype = check_choice("dtype", dtype, DTYPE_NAMES)
-        quantize, combine = (
-            check_choice("quantize", quantize, QUANTS),
-            check_choice("combine", combine, COMBINES),
-        )
-        combine_dtype = check_choice("combine_dtype", combine_dtype, COMBINE_DTYPES)
-        reduce, scale = (
-            check_choice("reduce", reduce, REDUCES),
-            check_choice("scale", scale, SCALES),
-        )
-        group_size = check_choice("group_size", group_size, GROUPS)
+        slots = check_int("slots", spec.slots, 1, MAX_SLOTS)
+        dtype = check_choice("dtype", spec.dtype, DTYPE_NAMES)
+        quantize = check_choice("quantize", spec.quantize, QUANTS)
+        combine = check_choice("combine", spec.combine, COMBINES)
+        combine_dtype = check_choice("combine_dtype", spec.combine_dtype, COMBINE_DTYPES)
+        reduce = check_choice("reduce", spec.reduce, REDUCES)
+        scale = check_choice("scale", spec.scale, SCALES)
+        group_size = check_choice("group_size", spec.group_size, GROUPS)
         _check_gemm_push(combine, combine_dtype, reduce, slots)
-        placement = local = build_placement(expert_map, num_experts, max(1, len(_hosts)) * ranks)
+        num_ranks = max(1, len(hosts)) * ranks
+        placement = local = build_placement(spec.expert_map, num_experts, num_ranks)
         max_tokens = sizes["tokens"]
-        multi_host = len(_hosts) > 1
+        multi_host = len(hosts) > 1
         if multi_host:
-            local = host_placement(placement, tuple(_hosts[_host]))
-            sizes |= {"tokens": len(_hosts) * max_tokens, "experts": len(local.ranks)}
-            _recipe = "quantised"  # by the token's owner, before the row leaves its host
+            local = host_placement(placement, tuple(hosts[host]))
+            sizes |= {"tokens": len(hosts) * max_tokens, "experts": len(local.ranks)}
+            recipe = "quantised"  # by the token's owner, before the row leaves its host
         shape = LowLatencyShape(
             **sizes,
             local=max(len(local.experts_of(rank)) for rank in range(ranks)),
@@ -370,13 +360,13 @@ class LowLatencyConfig(HostsConfig):
             combine_fp8=combine_dtype == "fp8",
             gemm_push=combine == "gemm_push",
             mapped=local.explicit,
-            recipe=_recipe if quantize else "weft",
+            recipe=recipe if quantize else "weft",
         )
         span = None
         if multi_host:
             span = HostSpan(
-                ranks=tuple(map(tuple, _hosts)),
-                host=_host,
+                ranks=tuple(map(tuple, hosts)),
+                host=host,
                 max_tokens=max_tokens,
                 top_k=shape.top_k,
                 hidden=shape.hidden,
@@ -396,7 +386,7 @@ class LowLatencyConfig(HostsConfig):
             placement=placement,
             max_tokens=max_tokens,
             slots=slots,
-            profile=profile,
+            profile=spec.profile,
             span=span,
         )
 
@@ -479,12 +469,12 @@ def _check_gemm_push(combine: str, combine_dtype: str | None, reduce: str, slots
         )
 
 
-def _memory(config: LowLatencyConfig) -> Memory:
-    return config.memory
+def _memory(spec: LowLatencySpec) -> Memory:
+    return LowLatencyConfig.from_spec(spec).memory
 
 
 memory_bytes = size_function(
-    LowLatencyConfig.from_args,
+    LowLatencySpec,
     _memory,
     """Return the memory that the rank with the most experts will allocate.
 

@@ -16,7 +16,7 @@ from typing import Never
 
 import torch
 
-from weft.arguments import check_bools, raise_invalid
+from weft.arguments import raise_invalid
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap.header import header_structs
@@ -24,7 +24,13 @@ from weft.hosts.config import HostSpan
 from weft.hosts.exchange import LowLatencyExchange, LowLatencyManyHosts, open_rail
 from weft.keywords import internal, reject_unknown
 from weft.lowlatency import compile as traced
-from weft.lowlatency.config import LowLatencyConfig, LowLatencyShape, memory_bytes, trace_shape
+from weft.lowlatency.config import (
+    LowLatencyConfig,
+    LowLatencyShape,
+    LowLatencySpec,
+    memory_bytes,
+    trace_shape,
+)
 from weft.lowlatency.exchange import LocalExchange
 from weft.lowlatency.kernels import load_kernels
 from weft.lowlatency.reference import delivered_rows
@@ -36,10 +42,10 @@ from weft.runtime.check import check_no_overlap, check_tensor, check_topk
 from weft.runtime.debug import poison
 from weft.runtime.exchange import ExchangeOperator
 from weft.runtime.identity import exchange_call
-from weft.runtime.kernels import Build, Kernels
+from weft.runtime.kernels import Kernels
 from weft.runtime.layout import Memory
 from weft.runtime.operator import one_call
-from weft.runtime.timeline import DEFINE
+from weft.runtime.options import RunOptions
 
 Hook = Callable[[], object]
 
@@ -134,43 +140,19 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         _defines: Sequence[str] = (),
         _first_epoch: int = 0,
     ) -> None:
+        arguments = locals()
+        options = RunOptions.from_arguments(arguments)
+
         def prepare() -> tuple[LowLatencyConfig, Kernels]:
-            check_bools(
-                split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile
-            )
-            config = LowLatencyConfig.from_args(
-                ranks=group.local.size,
-                max_tokens=max_tokens,
-                top_k=top_k,
-                num_experts=num_experts,
-                hidden=hidden,
-                dtype=dtype,
-                expert_map=expert_map,
-                quantize=quantize,
-                combine=combine,
-                combine_dtype=combine_dtype,
-                group_size=group_size,
-                scale=scale,
-                reduce=reduce,
-                slots=slots,
-                profile=profile,
-                _recipe=_recipe,
-                _hosts=group.host_ranks,
-                _host=group.host,
-            )
-            defines = (*_defines, *((DEFINE,) if profile else ()))
-            self.build = Build(num_sms, programmatic_launch, split_phase, defines)
+            self.build = options.build(split_phase=split_phase, defines=_defines)
             self._begins_early = split_phase
+            spec = LowLatencySpec.from_arguments(arguments, ranks=group.local.size)
+            config = LowLatencyConfig.from_spec(
+                spec, recipe=_recipe, hosts=group.host_ranks, host=group.host
+            )
             return config, load_kernels(group.device, config.shape, self.build)
 
-        self._create(
-            group,
-            "a low-latency all-to-all",
-            prepare,
-            timeout=timeout,
-            first_timeout=first_timeout,
-            first_epoch=_first_epoch,
-        )
+        self._create(group, "a low-latency all-to-all", prepare, options, first_epoch=_first_epoch)
         config = self.config
         self.dtype, self.placement = config.dtype, config.placement
         # Whether a result may be combined repeatedly or never. A slot then keeps its result until a

@@ -107,11 +107,13 @@ class ShareConfig(Protocol):
         """Bytes of one rank's share of the heap."""
 
 
-def share_bytes_function(make: Callable[P, ShareConfig]) -> Callable[P, int]:
-    """Return a function with the parameters of `make` that returns the bytes of a share."""
+def share_bytes_function(
+    spec: Callable[P, G], configure: Callable[[G], ShareConfig]
+) -> Callable[P, int]:
+    """Return a function with the parameters of `spec` that returns the bytes of a share."""
 
-    def share_bytes(config: ShareConfig) -> int:
-        return config.share_bytes
+    def share_bytes(parameters: G) -> int:
+        return configure(parameters).share_bytes
 
     doc = """Return the bytes of symmetric memory that each rank will allocate.
 
@@ -120,4 +122,4 @@ def share_bytes_function(make: Callable[P, ShareConfig]) -> Callable[P, int]:
     Raises:
         InvalidArgument: as the constructor.
     """
-    return size_function(make, share_bytes, doc)
+    return size_function(spec, share_bytes, doc)

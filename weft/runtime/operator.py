@@ -19,7 +19,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 
-from weft.arguments import check_seconds
 from weft.cuda.driver import relaxed_capture
 from weft.errors import (
     Aborted,
@@ -56,6 +55,7 @@ from weft.runtime.debug import DebugChecks, is_enabled
 from weft.runtime.identity import FLAG_MASK, MAX_LAYERS, describe_exchange
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import ShareConfig
+from weft.runtime.options import RunOptions
 from weft.runtime.report import (
     ABORTED,
     ALL_REDUCE,
@@ -130,9 +130,8 @@ class Operator(ABC):
         group: Group,
         what: str,
         prepare: Callable[[], tuple[Config, Kernels]],
+        options: RunOptions,
         *,
-        timeout: float,
-        first_timeout: float,
         first_epoch: int = 0,
     ) -> None:
         """Create the operator; the collective part of every constructor.
@@ -145,23 +144,20 @@ class Operator(ABC):
             group: Ranks that create the operator.
             what: Name in errors with the article: "an all-to-all".
             prepare: Checks the arguments and loads the kernels; its errors reach every rank.
-            timeout: Deadline of a wait in seconds.
-            first_timeout: Deadline of a wait of the first round in seconds.
+            options: Options, which are checked here.
             first_epoch: Epoch before the first round.
         """
         check_group(group)
         problem: Exception | None = None
         try:
-            limits = (
-                check_seconds("timeout", timeout),
-                check_seconds("first_timeout", first_timeout),
-            )
+            options.check()
             self.debug_checks = DebugChecks(self) if is_enabled() else None
             self.config, self._kernels = prepare()
         except Exception as error:  # the vote reports it on every rank
             problem = error
         group.vote(problem, action=f"preparing {what}", undo=lambda: self._kernels.close())
-        self.first_epoch, self.timeouts = first_epoch & EPOCH_MASK, limits
+        self.first_epoch = first_epoch & EPOCH_MASK
+        self.timeouts = float(options.timeout), float(options.first_timeout)
         self.living_mask = group.local.living_mask
         self._mirrors = header_structs(group.local.size)
         self.group, self.kind, self._owner = group, what.split(" ", 1)[1], os.getpid()

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
-from weft.alltoall.config import SCALES
-from weft.arguments import check_bools, check_choice, check_instance, check_int, check_seconds
+from weft.alltoall.config import COMBINE_DTYPES, SCALES
+from weft.arguments import check_bools, check_choice, check_instance, check_int
 from weft.errors import InvalidArgument
 from weft.fields import max_value
 from weft.gemm import WgmmaPlan
@@ -22,6 +22,7 @@ from weft.lowlatency.config import MAX_TOKENS
 from weft.moe.layer.choice import AUTO, MODES, OVERLAPS
 from weft.moe.models import MoEConfig
 from weft.moe.replicas.placement import Replicas
+from weft.runtime.options import RunOptions
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, Shape
 
 GEMMS = (AUTO, "grouped", "torch")
@@ -30,8 +31,8 @@ MAX_SMS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerOptions:
-    """The options of `MoE`, with the same names and defaults."""
+class LayerOptions(RunOptions):
+    """The options of `MoE`."""
 
     max_tokens: int
     mode: str = AUTO
@@ -44,18 +45,8 @@ class LayerOptions:
     fp8: bool = False
     quantize: str | None = None
     combine_dtype: str | None = None
-    timeout: float = 2.0
-    first_timeout: float = 120.0
-    num_sms: int | None = None
-    programmatic_launch: bool = True
-    profile: bool = False
 
-    @classmethod
-    def from_arguments(cls, arguments: Mapping[str, Any]) -> LayerOptions:
-        """Return the options among a constructor's arguments."""
-        return cls(**{option.name: arguments[option.name] for option in fields(LayerOptions)})
-
-    def check(self, config: MoEConfig, hosts: int) -> None:
+    def check_for(self, config: MoEConfig, hosts: int) -> None:
         """Raise InvalidArgument for options that are invalid for this config and host count."""
         check_choice("dtype", config.dtype, DTYPE_NAMES)
         check_choice("mode", self.mode, (AUTO, *MODES))
@@ -63,17 +54,14 @@ class LayerOptions:
         check_choice("gemm", self.gemm, GEMMS)
         check_choice("missing", self.missing, MISSING)
         check_choice("quantize", self.quantize, (None, *SCALES))
-        check_choice("combine_dtype", self.combine_dtype, (None, "fp8"))
+        check_choice("combine_dtype", self.combine_dtype, COMBINE_DTYPES)
         check_int("max_tokens", self.max_tokens, 1, max_value(Shape, "tokens"))
         if self.max_rows is not None:
             check_int("max_rows", self.max_rows, 1, MAX_ROWS)
         if self.num_sms is not None:
             check_int("num_sms", self.num_sms, 1, MAX_SMS)
-        check_seconds("timeout", self.timeout)
-        check_seconds("first_timeout", self.first_timeout)
-        check_bools(
-            fp8=self.fp8, programmatic_launch=self.programmatic_launch, profile=self.profile
-        )
+        self.check()
+        check_bools(fp8=self.fp8)
         if self.replicas is not None:
             self._check_replicas(self.replicas, config.routing.num_experts, hosts)
 
@@ -99,10 +87,9 @@ class LayerOptions:
         replicas = self.replicas
         return config.routing.num_experts if replicas is None else len(replicas.logical)
 
-    def exchange_options(self) -> dict[str, Any]:
-        """Return the options that both kinds of all-to-all take unchanged."""
-        names = ("timeout", "first_timeout", "num_sms", "programmatic_launch", "profile")
-        return {name: getattr(self, name) for name in names}
+    def run_options(self) -> dict[str, Any]:
+        """Return the options that the layer passes on to its all-to-all unchanged."""
+        return {option.name: getattr(self, option.name) for option in fields(RunOptions)}
 
     def manifest(self, config: MoEConfig) -> dict[str, str]:
         """Return the values that must be equal on all ranks."""
@@ -155,7 +142,7 @@ def build_plans(
     Raises:
         InvalidArgument: no plan serves the requested mode and overlap.
     """
-    options.check(check_instance("config", config, MoEConfig), hosts)
+    options.check_for(check_instance("config", config, MoEConfig), hosts)
     modes = MODES if options.mode == AUTO else (options.mode,)
     plans: dict[tuple[str, str], LayerPlan] = {}
     errors: dict[tuple[str, str], str] = {}

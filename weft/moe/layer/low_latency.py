@@ -79,7 +79,7 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
 
     def _open_exchange(self) -> LowLatencyAllToAll:
         sizes = exchange_sizes(self.config, self.options, self.plan)
-        return LowLatencyAllToAll(self.group, **sizes, **self.options.exchange_options())
+        return LowLatencyAllToAll(self.group, **sizes, **self.options.run_options())
 
     def _open_rows(self) -> tuple[int, ...]:
         self._packed = uses_packed_rows(self.plan, self.group.device)

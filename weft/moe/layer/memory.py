@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import torch
 
-from weft.alltoall.config import AllToAllConfig
+from weft.alltoall.config import AllToAllConfig, AllToAllSpec
 from weft.arguments import check_int
 from weft.errors import InvalidArgument
 from weft.group.hosts import resolve_device
 from weft.grouping.config import expert_group_config
 from weft.grouping.operator import buffer_bytes
-from weft.lowlatency.config import LowLatencyConfig
+from weft.lowlatency.config import LowLatencyConfig, LowLatencySpec
 from weft.moe.layer.choice import AUTO
 from weft.moe.layer.config import LayerOptions, LayerPlan, MemoryQuery, build_plans, exchange_sizes
 from weft.moe.layer.low_latency import uses_packed_rows
@@ -63,13 +63,15 @@ def _plan_memory(
     sizes = exchange_sizes(config, options, plan)
     rows: tuple[int, ...]
     if plan.mode == "low_latency":
-        geometry = LowLatencyConfig.from_args(ranks=ranks, profile=options.profile, **sizes)
+        geometry = LowLatencyConfig.from_spec(
+            LowLatencySpec(ranks=ranks, profile=options.profile, **sizes)
+        )
         shared, experts = geometry.memory.shared, geometry.shape.local
         ordinary += geometry.memory.ordinary
         blocks = (experts, ranks * options.max_tokens)
         rows = (blocks[0] * blocks[1],) if uses_packed_rows(plan, device) else blocks
     else:
-        exchange = AllToAllConfig.from_args(ranks=ranks, **sizes)
+        exchange = AllToAllConfig.from_spec(AllToAllSpec(ranks=ranks, **sizes))
         shared, placement = exchange.share_bytes, exchange.placement
         experts = max(len(placement.experts_of(rank)) for rank in range(ranks))
         layout = select_layout(plan, device)

@@ -77,7 +77,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
     def _open_exchange(self) -> AllToAll:
         sizes = exchange_sizes(self.config, self.options, self.plan)
         # ExpertGroups.send replaces the sending half of combine, so combine must be split.
-        return AllToAll(self.group, **sizes, **self.options.exchange_options(), split_phase=True)
+        return AllToAll(self.group, **sizes, **self.options.run_options(), split_phase=True)
 
     def _open_rows(self) -> tuple[int, ...]:
         self._groups = ExpertGroups(
