@@ -52,6 +52,9 @@ def test_inherited_members_are_shown_and_internals_are_not(site):
     for name in ("AllToAll", "LowLatencyAllToAll", "AllReduce", "MoE"):
         shown = _shown(site / f"api/weft-{name}.html")
         assert {f"weft.{name}.{member}" for member in members} <= shown
+        page = (site / f"api/weft-{name}.html").read_text()
+        signature = page.partition(f'id="weft.{name}.memory_bytes"')[2].partition('id="weft.')[0]
+        assert all(option in signature for option in ("ranks", "max_tokens"))
     assert "weft.MoE.__call__" in _shown(site / "api/weft-MoE.html")
     group = _shown(site / "api/weft-Group.html")
     assert {"weft.Group.recover", "weft.Group.barrier", "weft.Group.from_torch"} <= group
