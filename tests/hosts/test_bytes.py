@@ -14,6 +14,7 @@ from tests.hosts.network import Network
 from tests.hosts.spanning import campaign
 from tests.hosts.test_faults import needs_links
 from tests.rounds import Round
+from weft.hosts.config import HostSpan
 from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
 
 TOKENS, HIDDEN, MANY, FEW = 256, 2048, 22, 2
@@ -27,6 +28,12 @@ def made(config: MoEConfig, experts: tuple[int, ...]) -> ExpertWeights:
     return ExpertWeights.stack(config, [Expert.seeded(config, e) for e in experts], CPU)
 
 
+def rail_bytes(span: HostSpan) -> tuple[int, int]:
+    """Return the bytes of TOKENS rows that a rank sends to each other host, and of their sums."""
+    returned = FP8 if span.returns_fp8 else span.hidden * span.dtype.itemsize
+    return TOKENS * sum(span.row_bytes) + 4 * span.meta_words(TOKENS), TOKENS * returned
+
+
 def rounds(group: weft.Group, _folder: Path, count: int, quantize: str | None) -> tuple[int, int]:
     """Run rounds; return the expected bytes that a rank sends to each other host per round."""
     x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
@@ -37,7 +44,7 @@ def rounds(group: weft.Group, _folder: Path, count: int, quantize: str | None) -
                 got = low.dispatch(x, ids, weights)
                 low.combine(got.x.to(x.dtype), ids, weights, got.handle)
             assert low.config.span is not None
-            return low.config.span.rail_bytes(TOKENS)
+            return rail_bytes(low.config.span)
     if quantize == "layer":
         config = MoEConfig(HIDDEN, 32, Routing(CASE.experts, CASE.top_k))
         inputs = partial(made, config)
@@ -46,13 +53,13 @@ def rounds(group: weft.Group, _folder: Path, count: int, quantize: str | None) -
                 layer(x, topk_ids=ids, topk_weights=weights, rows=TOKENS)
             span = layer.exchange.config.span
         assert span is not None
-        return span.rail_bytes(TOKENS)
+        return rail_bytes(span)
     with weft.AllToAll(group, hidden=HIDDEN, quantize=quantize, **sizes) as a2a:  # type: ignore[arg-type]
         for _ in range(count):
             a2a.dispatch(x, ids, weights)
             a2a.combine()
         assert a2a.config.span is not None
-        return a2a.config.span.rail_bytes(TOKENS)
+        return rail_bytes(a2a.config.span)
 
 
 @campaign

@@ -43,12 +43,12 @@ def examine() -> list[Finding]:
     return findings
 
 
-def _try(name: str, attempt: Callable[[], str], bad: Status, remedy: str = "") -> Line:
+def _try(name: str, attempt: Callable[[], str], bad: Status) -> Line:
     """Return the result of running `attempt`. weft's own errors name their remedy."""
     try:
         return name, "ok", attempt(), ""
     except (WeftError, OSError, RuntimeError) as error:  # torch raises RuntimeError
-        return name, bad, str(error), remedy
+        return name, bad, str(error), ""
 
 
 def gpu_count() -> int:

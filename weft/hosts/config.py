@@ -82,16 +82,6 @@ class HostSpan:
         row = self.hosts * (out + 2 * self.hidden * self.dtype.itemsize) + 4 * self.hidden
         return self.max_tokens * row
 
-    def rail_bytes(self, rows: int) -> tuple[int, int]:
-        """Return the bytes that a rank sends to each other host in a call with `rows` rows.
-
-        The first number is for dispatch, the second for combine.
-        """
-        sum_bytes = self.hidden * self.dtype.itemsize
-        if self.returns_fp8:
-            sum_bytes = self.hidden + self.hidden // 128 * 4
-        return rows * sum(self.row_bytes) + 4 * self.meta_words(rows), rows * sum_bytes
-
 
 class HostsConfig:
     """Base of configs of operators that may span several hosts.

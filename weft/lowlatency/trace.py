@@ -147,18 +147,14 @@ def _clock_skew(heap: Heap) -> Skew:
     return estimate_skew(spans)
 
 
-def to_chrome(works: Iterable[Work], skew: Skew, *, first_ns: float = 0.0) -> dict[str, Any]:
-    """Return the trace as a JSON object, in us since `first_ns` of rank 0's clock."""
+def to_chrome(works: Iterable[Work], skew: Skew) -> dict[str, Any]:
+    """Return the trace as a JSON object, in us of rank 0's clock."""
     works = list(works)
     teams = sorted({(work.rank, work.phase, work.team) for work in works})
     events = [event for team in teams for event in _names(*team)]
     for work in works:
-        events += _slices(work, skew.offsets_ns[work.rank] - first_ns)
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ns",
-        "metadata": {**skew.metadata(), "first_ns": first_ns},
-    }
+        events += _slices(work, skew.offsets_ns[work.rank])
+    return {"traceEvents": events, "displayTimeUnit": "ns", "metadata": skew.metadata()}
 
 
 def _names(rank: int, phase: str, team: int) -> Iterator[Event]:
