@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine code of every kernel: it exists, spills nothing, and keeps its memory order.
 
-No GPU is needed. Which word is touched by which verb, the emulated kernels show (watch.py). Here is
-what the verbs become on each architecture, and that the kernels have kept theirs.
+No GPU is needed. The emulated kernels show which word is accessed by which verb (watch.py). These
+tests check what the verbs compile to on each architecture, and that kernels keep them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from weft.runtime.timeline import DEFINE
 from weft.shape import Shape
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
-# Each as a kernel of its own: a statement, and all that it does to memory that others see.
+# Statements, each compiled as a kernel, and their accesses to memory that others see.
 VERBS = {
     "weft::store_release(words, wide)": ["fence.SYS", "ST.64.SYS"],
     "weft::store_release(word, narrow)": ["fence.SYS", "ST.32.SYS"],
@@ -61,28 +61,41 @@ PARAMETERS = (
     "uint4* row, const uint4* from, uint4 vector"
 )
 
-FLAG = {"release ST.64.SYS": 1}
-HEARD = {"acquire LD.64.SYS": 2}  # a peer's flag, and whether a peer asks this rank to leave
-LAST = {"acq_rel ATOM.ADD.32.GPU": 1}
-TOLD = {"relaxed ST.64.SYS": 1}  # words that name their round
-ASKED = {"relaxed LD.64.SYS": 2}
-POLLED, POSTED = {"relaxed LD.128.SYS": 8}, {"relaxed ST.128.SYS": 2}
+FLAG_STORES = {"release ST.64.SYS": 1}
+FLAG_LOADS = {"acquire LD.64.SYS": 2}  # a peer's flag, and whether a peer asks this rank to leave
+LAST_ADD = {"acq_rel ATOM.ADD.32.GPU": 1}
+TAGGED_STORES = {"relaxed ST.64.SYS": 1}  # words that name their round
+TAGGED_LOADS = {"relaxed LD.64.SYS": 2}
+VECTOR_LOADS, VECTOR_STORES = {"relaxed LD.128.SYS": 8}, {"relaxed ST.128.SYS": 2}
 SCALES = {"relaxed LD.32.SYS": 2, "relaxed ST.32.SYS": 2}
-COUNTED = {"relaxed ATOM.ADD.32.GPU": 1}
-WHOLE = {"dispatch": LAST | FLAG | HEARD, "combine": FLAG | HEARD}
-LOW = FLAG | HEARD | COUNTED | POLLED | POSTED
+COUNTER_ADDS = {"relaxed ATOM.ADD.32.GPU": 1}
+WHOLE = {"dispatch": LAST_ADD | FLAG_STORES | FLAG_LOADS, "combine": FLAG_STORES | FLAG_LOADS}
+LOW = FLAG_STORES | FLAG_LOADS | COUNTER_ADDS | VECTOR_LOADS | VECTOR_STORES
 LOW_HALVES = {
-    "dispatch": LOW | TOLD | ASKED,
-    "dispatch_send": LOW | TOLD,
-    "dispatch_receive": LOW | ASKED,
-    "combine": LOW | TOLD | ASKED,
-    "combine_send": LOW | TOLD,
-    "combine_receive": LOW | ASKED,
+    "dispatch": LOW | TAGGED_STORES | TAGGED_LOADS,
+    "dispatch_send": LOW | TAGGED_STORES,
+    "dispatch_receive": LOW | TAGGED_LOADS,
+    "combine": LOW | TAGGED_STORES | TAGGED_LOADS,
+    "combine_send": LOW | TAGGED_STORES,
+    "combine_receive": LOW | TAGGED_LOADS,
 }
-SUM = HEARD | COUNTED | POLLED | POSTED | TOLD | {"release ST.32.SYS": 2}
-# The counter stands in front of the cluster's barrier, whose acquire follows it in the code.
-OWN_SUM = HEARD | POLLED | POSTED | TOLD | {"release ST.32.SYS": 2, "acquire ATOM.ADD.32.GPU": 1}
-SEND = LAST | FLAG
+SUM = (
+    FLAG_LOADS
+    | COUNTER_ADDS
+    | VECTOR_LOADS
+    | VECTOR_STORES
+    | TAGGED_STORES
+    | {"release ST.32.SYS": 2}
+)
+# The counter precedes the cluster's barrier, whose acquire follows it in the code.
+OWN_SUM = (
+    FLAG_LOADS
+    | VECTOR_LOADS
+    | VECTOR_STORES
+    | TAGGED_STORES
+    | {"release ST.32.SYS": 2, "acquire ATOM.ADD.32.GPU": 1}
+)
+SEND = LAST_ADD | FLAG_STORES
 Verbs = Mapping[str, Mapping[str, int]]
 
 
@@ -106,19 +119,25 @@ V3 = Shape(8, 2048, 8, 256, 7168, "bf16", (14336,))
 FEW = replace(V3, tokens=128)
 FP8_ROWS = (7168, 224)
 ODD = Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7))
-PUSHED = WHOLE | {"combine": LAST | FLAG | HEARD}
+PUSHED = WHOLE | {"combine": LAST_ADD | FLAG_STORES | FLAG_LOADS}
 PUSHED_FP8 = PUSHED | {
-    "combine": LAST | FLAG | HEARD | POLLED | POSTED | SCALES | {"acquire LD.32.GPU": 1}
+    "combine": LAST_ADD
+    | FLAG_STORES
+    | FLAG_LOADS
+    | VECTOR_LOADS
+    | VECTOR_STORES
+    | SCALES
+    | {"acquire LD.32.GPU": 1}
 }
 PULLED = WHOLE | {
-    "dispatch_send": LAST | FLAG,
-    "dispatch_receive": HEARD,
-    "combine_send": FLAG,
-    "combine_receive": HEARD,
+    "dispatch_send": LAST_ADD | FLAG_STORES,
+    "dispatch_receive": FLAG_LOADS,
+    "combine_send": FLAG_STORES,
+    "combine_receive": FLAG_LOADS,
 }
 
 
-def by_rank(
+def all_to_all(
     shape: Shape,
     verbs: Verbs = WHOLE,
     frame: int = 0,
@@ -130,23 +149,23 @@ def by_rank(
     return Code(program, verbs, frame, profiled)
 
 
-def by_expert(frame: int = 0, profiled: int | None = None, **changes: Any) -> Code:
+def low_latency(frame: int = 0, profiled: int | None = None, **changes: Any) -> Code:
     shape = replace(LowLatencyShape(8, 128, 8, 256, 32, 7168, "bf16"), **changes)
     program = lowlatency.cuda_program(shape, split_phase=not shape.gemm_push)
     verbs = LOW_HALVES
     if shape.gemm_push:
         verbs = {
-            "dispatch": LOW | TOLD | ASKED,
+            "dispatch": LOW | TAGGED_STORES | TAGGED_LOADS,
             "combine": LOW | {"acquire LD.64.SYS": 1},
         }
-    return Code(program, verbs if not changes.keys() & UNSEEN else {}, frame, profiled)
+    return Code(program, verbs if not changes.keys() & OTHER_FORMS else {}, frame, profiled)
 
 
-# Rows as they are and other forms have other verbs.
-UNSEEN = {"group", "scales", "recipe", "ranks", "dtype", "tokens"}
+# Unquantised rows and other forms have other verbs.
+OTHER_FORMS = {"group", "scales", "recipe", "ranks", "dtype", "tokens"}
 
 
-def reduced(config: ReduceConfig) -> Code:
+def all_reduce(config: ReduceConfig) -> Code:
     receiver = config.epilogue_at == "receiver"
     kernels = set(allreduce.KERNELS) - ({"oneshot_resident"} if config.hidden == 2888 else set())
     plain = {"oneshot"} if receiver else kernels - {"oneshot_resident"}
@@ -161,85 +180,85 @@ def reduced(config: ReduceConfig) -> Code:
     return Code(program, verbs if config.ranks == 8 else {}, frame=96, everywhere=True)
 
 
-def grouped(shape: Shape, layout: str, *sizes: int) -> Code:
+def groups(shape: Shape, layout: str, *sizes: int) -> Code:
     sends = shape.combine != "pull"
     program = grouping.cuda_program(shape, GroupConfig(layout, *sizes), sends=sends)
     send = SEND | ({"relaxed ST.32.SYS": 2} if shape.combine == "push_fp8" else {})
-    return Code(program, {"send": send, "group": LAST} if sends else {}, everywhere=True)
+    return Code(program, {"send": send, "group": LAST_ADD} if sends else {}, everywhere=True)
 
 
-# The slow half of a wait costs kernels that trace 24 bytes, and those of rows as they are. 32 ranks
-# with a top k of 32, and mxfp8 of fp32, use all registers.
+# The slow path of a wait takes 24 bytes of the stack in kernels that trace, and in those of
+# unquantised rows. 32 ranks with a top k of 32, and mxfp8 of fp32, use all registers.
 KERNELS = {
-    "deepseek-v3": lambda: by_rank(V3, PULLED),
-    "fp8 out": lambda: by_rank(replace(V3, row_bytes=FP8_ROWS)),
-    "fp8 out, quantised": lambda: by_rank(replace(V3, row_bytes=FP8_ROWS, quant="fp8")),
-    "gpt-oss-120b": lambda: by_rank(Shape(4, 512, 4, 128, 2880, "bf16", (5760,))),
-    "three ranks, odd rows": lambda: by_rank(ODD),
-    "pushed": lambda: by_rank(replace(FEW, combine="push"), PUSHED),
-    "fp8 both ways": lambda: by_rank(
+    "deepseek-v3": lambda: all_to_all(V3, PULLED),
+    "fp8 dispatch": lambda: all_to_all(replace(V3, row_bytes=FP8_ROWS)),
+    "fp8 dispatch, quantised": lambda: all_to_all(replace(V3, row_bytes=FP8_ROWS, quant="fp8")),
+    "gpt-oss-120b": lambda: all_to_all(Shape(4, 512, 4, 128, 2880, "bf16", (5760,))),
+    "three ranks, odd rows": lambda: all_to_all(ODD),
+    "pushed": lambda: all_to_all(replace(FEW, combine="push"), PUSHED),
+    "fp8 dispatch and combine": lambda: all_to_all(
         replace(FEW, row_bytes=FP8_ROWS, combine="push_fp8", quant="fp8"), PUSHED_FP8
     ),
-    "mxfp8 of fp32": lambda: by_rank(
+    "mxfp8 of fp32": lambda: all_to_all(
         replace(FEW, dtype="fp32", row_bytes=FP8_ROWS, quant="mxfp8"), frame=24, profiled=24
     ),
-    "choices": lambda: by_rank(replace(FEW, combine="gemm_push")),
-    "choices, odd": lambda: by_rank(replace(ODD, combine="gemm_push", stats=3)),
-    "32 ranks, mapped": lambda: by_rank(
+    "gemm_push": lambda: all_to_all(replace(FEW, combine="gemm_push")),
+    "gemm_push, odd rows": lambda: all_to_all(replace(ODD, combine="gemm_push", stats=3)),
+    "32 ranks, mapped": lambda: all_to_all(
         Shape(32, 16, 32, 61, 512, "fp32", (2048,), mapped=True),
         frame=32, profiled=24, split_phase=False,
     ),
-    "statistics, pulled": lambda: by_rank(replace(V3, stats=256), PULLED),
-    "statistics, pushed": lambda: by_rank(replace(FEW, combine="push_fp8", stats=7)),
-    "low latency": lambda: by_expert(profiled=24),
-    "low latency, reduced": lambda: by_expert(profiled=24, reduce="sender"),
-    "low latency, reduced, fp8 back": lambda: by_expert(
+    "statistics, pulled": lambda: all_to_all(replace(V3, stats=256), PULLED),
+    "statistics, pushed": lambda: all_to_all(replace(FEW, combine="push_fp8", stats=7)),
+    "low latency": lambda: low_latency(profiled=24),
+    "low latency, reduced": lambda: low_latency(profiled=24, reduce="sender"),
+    "low latency, reduced, fp8 combine": lambda: low_latency(
         profiled=24, reduce="sender", combine_fp8=True
     ),
-    "low latency, reduced, fp8 back, four ranks": lambda: by_expert(
+    "low latency, reduced, fp8 combine, four ranks": lambda: low_latency(
         ranks=4, local=64, reduce="sender", combine_fp8=True
     ),
-    "low latency, fp8 back": lambda: by_expert(profiled=24, combine_fp8=True),
-    "low latency, as they are": lambda: by_expert(24, 24, group=0),
-    "low latency, powers of two": lambda: by_expert(scales="ue8m0"),
-    "low latency, by column, of 32": lambda: by_expert(scales="fp32_col", group=32),
-    "low latency, as deep_ep": lambda: by_expert(scales="fp32_col", recipe="deep_ep"),
-    "low latency, as deep_ep, ue8m0": lambda: by_expert(scales="ue8m0", recipe="deep_ep"),
-    "low latency, as triton_dist": lambda: by_expert(recipe="triton_dist"),
-    "low latency, from other hosts": lambda: by_expert(recipe="quantised"),
-    "low latency, from other hosts, reduced": lambda: by_expert(
+    "low latency, fp8 combine": lambda: low_latency(profiled=24, combine_fp8=True),
+    "low latency, unquantised": lambda: low_latency(24, 24, group=0),
+    "low latency, powers of two": lambda: low_latency(scales="ue8m0"),
+    "low latency, by column, of 32": lambda: low_latency(scales="fp32_col", group=32),
+    "low latency, deep_ep recipe": lambda: low_latency(scales="fp32_col", recipe="deep_ep"),
+    "low latency, deep_ep recipe, ue8m0": lambda: low_latency(scales="ue8m0", recipe="deep_ep"),
+    "low latency, triton_dist recipe": lambda: low_latency(recipe="triton_dist"),
+    "low latency, from other hosts": lambda: low_latency(recipe="quantised"),
+    "low latency, from other hosts, reduced": lambda: low_latency(
         reduce="sender", recipe="quantised"
     ),
-    "low latency, fp32, fp8 back": lambda: by_expert(dtype="fp32", combine_fp8=True),
-    "low latency, four ranks, odd blocks": lambda: by_expert(
+    "low latency, fp32, fp8 combine": lambda: low_latency(dtype="fp32", combine_fp8=True),
+    "low latency, four ranks, odd blocks": lambda: low_latency(
         ranks=4, tokens=512, top_k=4, experts=128, hidden=2944, dtype="fp16"
     ),
-    "low latency, stored at owners": lambda: by_expert(profiled=24, gemm_push=True),
-    "low latency, one of everything": lambda: by_expert(
+    "low latency, gemm_push": lambda: low_latency(profiled=24, gemm_push=True),
+    "low latency, smallest sizes": lambda: low_latency(
         ranks=1, tokens=1, top_k=1, experts=1, local=1, hidden=128
     ),
-    "low latency, 32 ranks, mapped": lambda: by_expert(
+    "low latency, 32 ranks, mapped": lambda: low_latency(
         96, ranks=32, tokens=16, top_k=32, experts=61, local=2, hidden=512, dtype="fp32",
         group=32, scales="ue8m0", reduce="sender", combine_fp8=True, mapped=True,
     ),
-    "all-reduce": lambda: reduced(ReduceConfig(8, 2048, 32, 7168, "bf16")),
-    "all-reduce, three ranks, odd rows": lambda: reduced(ReduceConfig(3, 100, 64, 2888, "fp16")),
-    "all-reduce, two ranks, fp32": lambda: reduced(ReduceConfig(2, 64, 64, 4096, "fp32")),
-    "all-reduce, receiver": lambda: reduced(ReduceConfig(8, 2048, 32, 7168, "bf16", "receiver")),
-    "groups": lambda: grouped(replace(V3, tokens=4096), "contiguous", 32, 8 * 4096 * 8, 1),
-    "groups, fp8, masked": lambda: grouped(
+    "all-reduce": lambda: all_reduce(ReduceConfig(8, 2048, 32, 7168, "bf16")),
+    "all-reduce, three ranks, odd rows": lambda: all_reduce(ReduceConfig(3, 100, 64, 2888, "fp16")),
+    "all-reduce, two ranks, fp32": lambda: all_reduce(ReduceConfig(2, 64, 64, 4096, "fp32")),
+    "all-reduce, receiver": lambda: all_reduce(ReduceConfig(8, 2048, 32, 7168, "bf16", "receiver")),
+    "groups": lambda: groups(replace(V3, tokens=4096), "contiguous", 32, 8 * 4096 * 8, 1),
+    "groups, fp8, masked": lambda: groups(
         replace(FEW, row_bytes=FP8_ROWS), "masked", 32, 1024, 128
     ),
-    "groups, odd rows": lambda: grouped(ODD, "contiguous", 6, 640, 16),
-    "groups, one rank holds all": lambda: grouped(
+    "groups, odd rows": lambda: groups(ODD, "contiguous", 6, 640, 16),
+    "groups, one rank holds all": lambda: groups(
         Shape(1, 16, 32, 1024, 512, "fp32", (2048,)), "masked", 1024, 16, 1
     ),
-    "sends": lambda: grouped(replace(FEW, combine="push"), "contiguous", 32, 8 * 128 * 8, 16),
-    "sends, fp8 of fp32": lambda: grouped(
+    "sends": lambda: groups(replace(FEW, combine="push"), "contiguous", 32, 8 * 128 * 8, 16),
+    "sends, fp8 of fp32": lambda: groups(
         replace(FEW, combine="push_fp8", dtype="fp32"), "masked", 32, 1024, 16
     ),
-    "sends, choices": lambda: grouped(replace(FEW, combine="gemm_push"), "masked", 32, 1024, 16),
-    "sends, choices, odd": lambda: grouped(
+    "sends, gemm_push": lambda: groups(replace(FEW, combine="gemm_push"), "masked", 32, 1024, 16),
+    "sends, gemm_push, odd rows": lambda: groups(
         replace(ODD, combine="gemm_push"), "contiguous", 6, 640, 16
     ),
 }  # fmt: skip
@@ -249,8 +268,8 @@ KERNELS = {
 # of each list of verbs is read for both.
 ON_BOTH = (
     *(name for name in KERNELS if name.startswith(("all-reduce", "groups", "sends"))),
-    *("deepseek-v3", "pushed", "fp8 both ways", "choices", "low latency"),
-    *("low latency, reduced, fp8 back", "low latency, fp8 back", "low latency, stored at owners"),
+    *("deepseek-v3", "pushed", "fp8 dispatch and combine", "gemm_push", "low latency"),
+    *("low latency, reduced, fp8 combine", "low latency, fp8 back", "low latency, gemm_push"),
 )
 
 
@@ -300,7 +319,7 @@ def test_a_compile_error_shows_the_generated_entry(define: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("combine", ["push", "push_fp8", "gemm_push"])
 def test_all_rows_of_a_token_are_loaded_before_the_first_is_used(combine: str) -> None:
-    program = grouped(replace(FEW, combine=combine), "contiguous", 32, 8192, 1).program
+    program = groups(replace(FEW, combine=combine), "contiguous", 32, 8192, 1).program
     code = disassemble(program.cubin("sm_90a")).partition(f".text.{program.kernel('send')}:")[2]
     code = code.partition(".text.")[0]
     used = re.search(r"\bSTG\.E\.NA\.128|\bFMUL", code)
