@@ -14,7 +14,7 @@ from weft.alltoall.received import Received
 from weft.errors import TokenOverflow
 from weft.grouping.operator import ExpertGroups
 
-MARK = 0xA5  # bytes that nobody may write
+MARK = 0xA5  # bytes that no kernel may write
 PAYLOADS = [
     weft.Payload((24,), torch.bfloat16),
     weft.Payload((5,), torch.float32),

@@ -121,7 +121,7 @@ def normal_buffer(group: weft.Group) -> Made:
             )
             assert isinstance(rows, torch.Tensor)
             assert handle is not None
-            count = count or len(rows)  # with a bound, nobody's rows are behind
+            count = count or len(rows)  # with a bound, the rows after these are unused
             seen += [each[:count] for each in (rows, *routed) if each is not None]
             out, sums, _ = made.combine(rows, handle, routed[1], bias=(x, x))
             seen += clone_all(out, sums)

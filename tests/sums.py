@@ -98,7 +98,7 @@ def assert_same_outputs(got: Reduced, want: Reduced) -> None:
     for field in fields(Reduced):
         a, b = getattr(got, field.name), getattr(want, field.name)
         if a is not None:
-            assert b is not None, f"{field.name} was made, but nobody asked"
+            assert b is not None, f"{field.name} was made without a request"
             wrong = int((bits(a) != bits(b)).sum())
             assert wrong == 0, f"{wrong} bytes of {field.name} differ"
 

@@ -227,7 +227,7 @@ OBJECTS = (
 def calls_of(group: weft.Group, name: str, seed: int, count: int) -> int:
     """Run rounds with any arguments; a valid round must then give its earlier bits."""
     made = MODES[name](group)
-    before = made.call()[-1]  # what the round results in; received rows behind counts are undefined
+    before = made.call()[-1]  # the round's result; received rows beyond the counts are undefined
     chance = random.Random(f"{seed} {name}")
     drawn = free(chance, steps_of(group, name, made.what), count)
     if hasattr(made.what, "check"):

@@ -47,7 +47,7 @@ def test_operators_of_equal_sizes_are_one(group: weft.Group) -> None:
         a2a.check()
     new = weft.lease(group, weft.AllToAll, **SIZES)
     assert new.operator is not a2a
-    new.operator.close()  # behind the lease's back
+    new.operator.close()  # without the lease
     newer = weft.lease(group, weft.AllToAll, **SIZES)
     assert newer.operator is not new.operator
     new.close()

@@ -24,7 +24,7 @@ MODULES: tuple[ModuleType, ...] = (
     *(weft.compat.flashinfer, weft.compat.deep_ep, weft.compat.triton_dist),
 )
 TABLES = ("test_arguments.py", "moe/test_arguments.py", "compat/test_arguments.py")
-# What weft makes and hands out; nobody calls their constructors.
+# Objects that weft returns; users do not call their constructors.
 RESULTS = {
     *("ExpertRows", "Grouped", "Received", "Reduced", "Routed", "LayerChoice"),
     *("ReplicaTable", "Lease"),
@@ -116,5 +116,5 @@ def test_every_exemption_exists():
         assert (Path(__file__).parents[1] / path).is_file()
 
 
-# What stands in the tables for a call, where it is not the call itself.
+# Names in the tables of calls that have another name.
 ROWS = {"launch": "launched"}

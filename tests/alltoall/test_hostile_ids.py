@@ -18,7 +18,7 @@ EXTREMES = (
     *(-(2**63), -(2**63) + 1, -(2**32), -(2**31) - 1, -(2**31), -(2**16), -2, -1),
     *(EXPERTS, EXPERTS + 1, 2**16, 2**24, 2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**63 - 1),
 )
-MARK = 0xA5  # where nobody may write
+MARK = 0xA5  # in memory that no kernel may write
 
 
 def wild(seed: int, *, wide: bool) -> torch.Tensor:

@@ -136,7 +136,7 @@ def test_a_forked_child_does_not_act_for_its_parent(ranks, kind):
     used, closed = reported.split("\n")
     assert used.startswith("OutOfOrder: ")
     assert "a forked child: this " in used
-    assert closed == "done"  # it gives back nothing, and notifies nobody
+    assert closed == "done"  # it frees nothing, and notifies no rank
     assert right
     assert right_too
 

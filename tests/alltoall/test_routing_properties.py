@@ -89,7 +89,7 @@ def follow(group: weft.Group, max_tokens: int, rounds: list[Drawn]) -> None:
             raise
 
 
-# Each example starts its ranks anew: examples are small and stay as found.
+# Each example launches its own ranks; examples are small, and not shrunk.
 @settings(
     max_examples=50,
     deadline=None,

@@ -83,7 +83,7 @@ def test_a_library_is_checked_before_it_is_timed(installed):
     assert (result.library, result.status) == ("Loom 2.1", "measured")
     assert list(result.samples_us) == [3], "of its sizes"
     assert [len(rank) for rank in result.samples_us[3]["pair"]] == [2, 2]
-    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1", "nobody may use multicast"
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1", "multicast is off"
     for spoil in (1.0, float("nan")):
         installed.setattr(_Library, "spoil", spoil)
         (result,) = measure_baselines(SIZES, [LOOM])

@@ -112,7 +112,7 @@ def check_received(
 def identity(received: list[torch.Tensor], local: torch.Tensor) -> torch.Tensor:
     """Run identity experts of a rank on the received ids and weights, as an engine does.
 
-    local: the rank's experts. Rows that no token was sent to are NaN, and nobody may read them.
+    local: the rank's experts. Rows that no token was sent to are NaN, and must not be read.
     """
     x, *_, ids, weights = received
     ids = torch.where(torch.isin(ids, local), ids, -1)

@@ -89,7 +89,7 @@ def outputs(device: torch.device, pattern: int, tokens: int) -> dict[str, Any]:
     if pattern in (8, 9):
         columns, pitch = -(-WIDE // 512), -(-tokens // 4) * 4
         whole = poison(device, columns * pitch, dtype=torch.int32)
-        if pattern == 9:  # as torch.empty_strided makes it: no room behind the last token
+        if pattern == 9:  # as torch.empty_strided makes it: no room after the last token
             whole = whole[: (columns - 1) * pitch + tokens].clone()
         made["scale_out"] = whole.as_strided((tokens, columns), (1, pitch))
     if pattern in (10, 11):

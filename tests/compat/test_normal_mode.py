@@ -326,7 +326,7 @@ def wrong_on_one_rank(group: weft.Group, buffer: Buffer) -> None:
     x, handle = sent(buffer, own)
     same(x, expected(batches, group.rank).x)
     same(buffer.combine(x, handle)[0], summed(batches[group.rank], ranks))
-    # Without a host that waits, such ids reach nobody, and check raises them.
+    # If the host does not wait, such ids are dropped, and check raises the error.
     ids = own.ids.clone()
     ids[:, 0] = EXPERTS if last else -1
     bound: dict[str, Any] = {"num_worst_tokens": ranks * max(TOKENS)}

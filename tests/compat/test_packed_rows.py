@@ -99,7 +99,7 @@ def packed(group: weft.Group, buffer: Buffer) -> None:
     def calls() -> list[torch.Tensor]:
         exact = buffer.dispatch(own_rows.x, **args)
         more = buffer.dispatch(own_rows.x, **args, num_worst_tokens=2 * max(TOKENS))
-        after = whole(more[0])[: len(exact[0])]  # rows that nobody sent hold anything
+        after = whole(more[0])[: len(exact[0])]  # rows that no rank sent are undefined
         result = [t for t in (*exact[:3], after, *more[1:3]) if isinstance(t, torch.Tensor)]
         assert len(result) == 6
         (finding,) = made(buffer, RowDispatch)

@@ -264,7 +264,7 @@ def from_torch(group: weft.Group) -> None:
     with MoeAlltoAll(mapping, MAX, TOP_K, EXPERTS, hidden_size=HIDDEN) as a2a:
         assert a2a.group is not group
         play(a2a, PLAIN)
-    if group.rank == 0:  # alone: nobody is waited for
+    if group.rank == 0:  # alone: it waits for no rank
         wrong = Mapping(0, 2)
         refused(
             InvalidArgument,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a wait is over, and whom nobody blames: a rank that waits itself, and the waiting rank."""
+"""The deadline of a wait; a rank that waits itself, and the waiting rank, are not blamed."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ EMULATOR = tuple(
     for part in ("threads", "memory", "emulator", "intrinsics", "cluster", "tensor")
 )
 NUMBERS = Path(__file__).with_name("numbers.cpp")
-# What stands for functions whose assembly finds its operands by addresses of a GPU, by head.
+# Replacements of functions whose assembly takes addresses of a GPU, by head.
 BODIES: dict[str, dict[str, str]] = {
     "team.cuh": {
         "void store_at(u32 neighbour, u64* at, u64 value) const": (

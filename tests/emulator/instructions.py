@@ -16,7 +16,7 @@ _ACCESS = re.compile(
     r"(?P<kind>ld|st)(?:\.(?P<order>weak|relaxed|acquire|release))?(?:\.(?P<scope>cta|gpu|sys))?"
     r"\.global(?:\.L1::no_allocate)?(?P<many>\.v[24])?\.[bu](?P<bits>\d+)"
 )
-# Of one value each; `a`, `b`, ... are the operands behind the first, which is assigned to.
+# Of one value each; `a`, `b`, ... are the operands after the first, the target.
 _VALUES: dict[str, Callable[..., str]] = {
     "mov.u64": lambda a: {
         "%globaltimer": "emulated::clock_ns()",

@@ -39,7 +39,7 @@ RIGHT = {
     "load": "weft::load_peer_row(rows + row)",
 }
 WRONG = {
-    "nobody is the last": {"last": "weft::add_acq_rel(count, 1) == 0"},
+    "no thread is the last": {"last": "weft::add_acq_rel(count, 1) == 0"},
     "a counter that orders nothing": {"last": "weft::add_relaxed(count, 1) == 1"},
     "no barrier before the count": {"gather": ""},
     "a barrier of warps before the count": {"gather": "__syncwarp();"},
@@ -52,7 +52,7 @@ WRONG = {
     },
     "a wait that orders nothing": {"wait": "weft::load_relaxed(flag)"},
     "a wait for this GPU": {"wait": "weft::load_acquire_local(flag)"},
-    "no barrier behind the wait": {"spread": ""},
+    "no barrier after the wait": {"spread": ""},
     "rows that are posted and read as they are": {
         "store": "weft::post_vector(rows + row, make_uint4(1, 2, 3, 4));",
         "publish": "weft::store_relaxed(flag, 1u)",

@@ -40,7 +40,7 @@ class Case:
     k: int = 256
     masked: bool = False
     align: int = 8
-    slack: int = 3  # rows behind the last group
+    slack: int = 3  # rows after the last group
     bias: bool = False
     k_major: bool = False
     seed: int = 0

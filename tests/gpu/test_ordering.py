@@ -158,7 +158,7 @@ def litmus(group: weft.Group, form: str, runs: int, rounds: int) -> list[dict[st
                 "else running on these GPUs?"
             )
         result.append({"stale": consumer["stale"], "us": round(consumer["us"], 2)})
-    group.barrier()  # nobody unmaps what a peer still uses
+    group.barrier()  # no rank unmaps what a peer still uses
     test.heap.close()
     test.module.unload()
     return result

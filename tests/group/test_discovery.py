@@ -266,5 +266,5 @@ def test_no_capability_is_needed(group, tmp_path):
     # Root may do all that a rank could be refused.
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     require(_libc.capset(header, (ctypes.c_uint32 * 6)()))
-    require(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))  # nobody may read this process
+    require(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))  # no process may read this one
     from_torch(group).close()

@@ -97,7 +97,7 @@ def test_no_death_is_reported_after_close() -> None:
 def test_a_pipe_reports_a_death_before_the_process_ends() -> None:
     """Rank 1 leaves as `close` does, and then rank 2's pipe ends, as when it is killed.
 
-    Their process lives meanwhile: rank 1 is heard only when that has ended, and none twice. Rank 3
+    Their process lives: rank 1 is reported only after its end, and none twice. Rank 3
     has a pidfd alone.
     """
     reported: queue.Queue[int] = queue.Queue()

@@ -365,7 +365,7 @@ def test_a_death_in_the_meeting_is_reported_despite_a_forked_child(group, tmp_pa
 @on_four(dies=[3])
 def test_survivors_continue_without_a_replacement(group):
     meeting = meet_at_0(group)
-    with pytest.raises(OutOfOrder):  # nobody is gone yet
+    with pytest.raises(OutOfOrder):  # all ranks live
         group.replace(meeting)
     lose(group, 3)
     with pytest.raises(RendezvousFailed, match="rank 3 of 4 did not come"):

@@ -182,7 +182,7 @@ def test_a_hello_with_invalid_fields_raises(meeting):
         hello = {**good, **fields}
         data = json.dumps(hello)
         result, reported = rank_that_reads(meeting, data.encode(), hub=True)
-        if not is_json(hello):  # so nobody has seen a nonce
+        if not is_json(hello):  # so it shows no nonce
             assert result == set()
         elif repr(hello) in (repr(good), repr({**good, "rank": 0})):
             assert result == {hello["rank"]}

@@ -231,7 +231,7 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
         for seed, lie in enumerate(lies):
             received = a2a.dispatch(x, ids, weights)
             synchronize(group.device)
-            group.barrier()  # all have dispatched: nobody stores behind the inbox now
+            group.barrier()  # all have dispatched: no rank stores after the inbox now
             kept = heap[behind].clone()
             received.counts.fill_(lie)
             wild = random_ids(received.ids.shape, a2a.num_local_experts, seed, 0.1, 0.5)

@@ -116,7 +116,7 @@ def test_a_failure_of_any_call_frees_everything_everywhere(install):
     whole = install()
     run(whole)
     names = names_of(whole, 1)
-    created = names.index("cuStreamSynchronize") + 3  # and the pop and the mode behind it
+    created = names.index("cuStreamSynchronize") + 3  # and then the pop and the mode
     assert created > 35
     for number in range(1, created + 1):
         outcomes = run(install(fail=(1, number)))

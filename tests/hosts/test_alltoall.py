@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Round, int | list[int], dict[str, Any]]] = {
     "statistics": (FOUR.next(options={"stats": 3}), 2, {}),
     "rows of any width": (FOUR.next(extra=(3, 40)), 2, {}),
 }
-ALIKE = {(len(case.tokens), str(hosts)): hosts for case, hosts, _ in CASES.values()}
+BY_SHAPE = {(len(case.tokens), str(hosts)): hosts for case, hosts, _ in CASES.values()}
 
 
 def play_cases(group: weft.Group, *names: str) -> None:
@@ -91,11 +91,11 @@ def test_two_hosts_with_interleaved_ranks_match_the_reference(group: weft.Group)
 
 
 @campaign
-@pytest.mark.parametrize(("count", "hosts"), ALIKE)
+@pytest.mark.parametrize(("count", "hosts"), BY_SHAPE)
 def test_hosts_match_the_reference(ranks, count, hosts):
     """Cases with equal ranks and hosts share a launch, because launches are slow."""
-    alike = [n for n, (c, h, _) in CASES.items() if (len(c.tokens), str(h)) == (count, hosts)]
-    ranks(count, "cpu")(on_hosts, ALIKE[count, hosts], play_cases, *alike)
+    names = [n for n, (c, h, _) in CASES.items() if (len(c.tokens), str(h)) == (count, hosts)]
+    ranks(count, "cpu")(on_hosts, BY_SHAPE[count, hosts], play_cases, *names)
 
 
 @campaign

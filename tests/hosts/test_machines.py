@@ -104,7 +104,7 @@ def test_mixed_device_types_are_detected_at_once(group: weft.Group) -> None:
 def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> weft.Group:
     """Make the group of ranks that report these machines.
 
-    domains: the machines of each; all are of one where nobody says.
+    domains: the machines of each; default: one for all.
     """
     where, whole = hosts.get_host_identity(), group.process_group()
     domain = {boot: each for each in domains or ["".join(boots)] for boot in each}

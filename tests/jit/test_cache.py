@@ -216,7 +216,7 @@ def test_a_directory_that_others_may_write_is_refused(
     for use in (lambda: Cache(cache.path), lambda: store(cache)):  # checked at every use
         refuses(rf"{place} has mode {mode:04o}.*{fix}", use)
     if parts == "top":
-        place.chmod(mode | 0o1000)  # nobody can rename what is not theirs
+        place.chmod(mode | 0o1000)  # other users cannot rename entries
         assert store(cache) == b"code"
 
 

@@ -206,7 +206,7 @@ def test_an_overrun_names_the_ranks_that_still_run(device):
 def wait_for_a_sleeper(group):
     if group.rank == 1:
         time.sleep(1.5)
-    group.barrier(timeout=600.0)  # longer than the launch: nobody else ends this wait
+    group.barrier(timeout=600.0)  # longer than the launch, which ends this wait
 
 
 def test_threads_that_wait_for_a_late_rank_are_woken():

@@ -211,7 +211,7 @@ def replay(
             for poison in (False, True)
         ]
         for step in steps:
-            step()  # everything is compiled and loaded behind it
+            step()  # compiles and loads everything
         settle(group)
         plays: list[Callable[[], None]] = list(steps)
         if group.device.type == "cuda" and graphs:
@@ -248,7 +248,7 @@ def odd_round(number: int, ranks: int, block: int) -> tuple[tuple[int, ...], int
         (tuple(9 * (r != turn % ranks) for r in range(ranks)), 0, 0),  # one rank has no token
         (tuple(int(r == turn % ranks) for r in range(ranks)), expert, 1),  # one token in all
         ((0,) * ranks, 0, 0),
-        (spread(7 * ranks), 0, EXPERTS // 2),  # experts that nobody wants
+        (spread(7 * ranks), 0, EXPERTS // 2),  # experts that no token chooses
         (tuple((11 * number + 7 * r) % (MOST_TOKENS + 1) for r in range(ranks)), 0, 0),
     )
     return cases[number % len(cases)]

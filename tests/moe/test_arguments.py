@@ -145,7 +145,7 @@ def sizes() -> list[Row]:
             {"fn": print, "args": (), "ranks": 1},
             **{"fn": CALLED, "args": FREE, "device": device, "timeout": SECONDS},
         ),
-        # None is torch's world, which is not there; the device is looked at behind it.
+        # None is torch's world, which does not exist; the device is checked afterwards.
         row(
             Group.from_torch,
             {},

@@ -73,7 +73,7 @@ def batches(routing: Routing, tokens: int, seed: int = 0) -> Iterator[Batch]:
     yield Batch("odd", among(ODD, shape), bias([0.0, 0.25, -8.0]), True)
     worst = bias([0.0, -math.inf, -8.0, math.nan])
     yield Batch("odd corrections", among(NUMBERS, shape), worst, True)
-    if routing.correction:  # nobody may stand in for experts that nothing speaks for
+    if routing.correction:  # the lowest scores must not be replaced by other experts
         for number in (-8.0, -math.inf):
             lowered = torch.full(shape[1:], number)
             yield Batch(f"corrections of {number}", among(NUMBERS, shape), lowered, True)

@@ -140,7 +140,7 @@ def test_abort_ends_the_waits_of_all_ranks_at_once(group: weft.Group, name: str)
             op.round()
             group.barrier()
             start = time.monotonic()
-            if group.rank == 2:  # nobody can finish without it
+            if group.rank == 2:  # no rank can finish without it
                 group.barrier()
             elif group.rank == 0 and not asker_waits:
                 time.sleep(0.3)

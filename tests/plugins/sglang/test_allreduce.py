@@ -110,7 +110,7 @@ def make_runner(
         if group.rank in ranks:
             groups["moe"] = standin.GroupCoordinator(ranks, made)
     standin.STATE.groups = groups
-    # In a test nobody may end the process that started the ranks.
+    # A test must not end the process that started the ranks.
     setattr(allreduce, "end_server", lambda parent: lambda: None)  # noqa: B010
     model = Model(dtype, gemma, release, **norm)
     known = SimpleNamespace(architectures=["Fusing"])
@@ -347,7 +347,7 @@ def killed(group: weft.Group, folder: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerDied) as caught:
         step(runner, x)
-    with pytest.raises(PeerDied):  # as behind a replayed graph, which raises nothing by itself
+    with pytest.raises(PeerDied):  # as after a replayed graph, which raises nothing by itself
         allreduce.after_forward(None, runner)
     Path(folder, f"{group.rank}").write_text(str(caught.value))
 

@@ -22,7 +22,7 @@ from tests.plugins.standins import error_of, install_standin, launch_each
 from weft.errors import PeerDied, RendezvousFailed, SetupError
 from weft.plugins.sglang import elastic
 
-PASSES, FATAL = 4, 8  # a server does not end, so nobody dies in the last of 16 meetings
+PASSES, FATAL = 4, 8  # no rank dies in the last of 16 meetings, because a server does not end
 
 
 class Dead(BaseException):
