@@ -51,7 +51,7 @@ def reached(what: Any) -> int:
     return sum(result.values())
 
 
-def live_and_let_go(group: weft.Group, name: str) -> None:
+def close_and_drop(group: weft.Group, name: str) -> None:
     """Close one object, and drop another one unclosed."""
     gc.enable()
     MODES[name](group).give_back()  # whatever is made once in a process is made now
@@ -80,7 +80,7 @@ def test_close_frees_memory_at_once(group: weft.Group, family: str) -> None:
     gc.freeze()  # what is there already: the collector would look through all of torch each time
     for name in MODES:
         if name.split()[0] == family:
-            live_and_let_go(group, name)
+            close_and_drop(group, name)
 
 
 def fail(self: weft.Group, member: Any) -> None:

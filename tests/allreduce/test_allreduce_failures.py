@@ -94,7 +94,7 @@ def test_a_different_call_is_detected_and_both_are_named(ranks, kind, how):
         assert all(word in text for text in named)
 
 
-def third(group: weft.Group, backends: tuple[str, str, str]) -> str:
+def sum_one_token(group: weft.Group, backends: tuple[str, str, str]) -> str:
     """Sum one token, owned by rank 0: a rank that waits for the sum gets nothing from rank 2."""
     with make(group) as ar:
         one_call(ar)
@@ -108,7 +108,7 @@ def third(group: weft.Group, backends: tuple[str, str, str]) -> str:
 @pytest.mark.parametrize("kind", [CPU, *ANY])
 @pytest.mark.parametrize("backend", ["twoshot", "twoshot_bulk"])
 def test_a_third_rank_names_both_calls_too(ranks, kind, backend):
-    for rank, text in enumerate(ranks(3, kind)(third, (backend, backend, "oneshot"))):
+    for rank, text in enumerate(ranks(3, kind)(sum_one_token, (backend, backend, "oneshot"))):
         assert text.startswith(f"GeometryMismatch: rank {rank}, all-reduce: rank "), text
         assert "1 tokens by oneshot" in text
         assert f"1 tokens by {backend}" in text

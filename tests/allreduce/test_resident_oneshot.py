@@ -102,7 +102,7 @@ def test_an_index_out_of_range_is_refused_once(ranks):
         assert "reports since" not in text
 
 
-def partly(group: weft.Group, library: str) -> str:
+def send_half_rows(group: weft.Group, library: str) -> str:
     """Rank 1 sends the first half of each row, so some lanes of a cluster miss their vectors."""
     with make(group, TOKENS, CASE) as ar:
         PAIR.install(ar, library)
@@ -126,4 +126,4 @@ def partly(group: weft.Group, library: str) -> str:
 
 
 def test_a_grid_ends_when_half_of_every_row_is_missing(ranks):
-    assert "did not come from rank 1" in ranks(2, "threads")(partly, library(2))[0]
+    assert "did not come from rank 1" in ranks(2, "threads")(send_half_rows, library(2))[0]

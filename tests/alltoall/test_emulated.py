@@ -110,7 +110,7 @@ def expected_ways(shape: Shape, lost: bool) -> dict[str, set[str]]:
     return ways
 
 
-def mixed(group: weft.Group, name: str) -> None:
+def mix_with_cpu_rank(group: weft.Group, name: str) -> None:
     """Rank 1 runs the CPU kernels, which speak the same protocol."""
     case = case_of(name)
     with case.open(group, 8, split_phase=True, **options_of(case)) as a2a:
@@ -122,7 +122,7 @@ def mixed(group: weft.Group, name: str) -> None:
 
 @pytest.mark.parametrize("name", WATCHED)
 def test_kernels_and_cpu_ranks_interoperate(ranks, name):
-    ranks(RANKS, "threads")(mixed, name)
+    ranks(RANKS, "threads")(mix_with_cpu_rank, name)
 
 
 CHOICES = (

@@ -21,7 +21,7 @@ EXTREMES = (
 MARK = 0xA5  # in memory that no kernel may write
 
 
-def wild(seed: int, *, wide: bool) -> torch.Tensor:
+def extreme_ids(seed: int, *, wide: bool) -> torch.Tensor:
     """Return ids of which a third are extreme values; int64, or int32 as far as it holds them."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, EXPERTS, (TOKENS, TOP_K), generator=generator)
@@ -46,7 +46,7 @@ def rank_major(group: weft.Group, vectors: int) -> int:
         places = (layout.outbox - layout.planes[0],)
         inbox = a2a.heap.tensor(places, torch.uint8, offset=layout.planes[0])
         while done < vectors:
-            ids = wild(17 + 1000 * done + group.rank, wide=True).to(group.device)
+            ids = extreme_ids(17 + 1000 * done + group.rank, wide=True).to(group.device)
             x = tokens(done + group.rank).to(group.device)
             inbox.fill_(MARK)
             a2a.output().view(torch.uint8).fill_(MARK)
@@ -84,7 +84,7 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
         for number in range(rounds):
             wide = number % 2 == 0
             seeds = [1000 * number + rank for rank in range(group.size)]
-            ids = wild(seeds[group.rank], wide=wide).to(group.device)
+            ids = extreme_ids(seeds[group.rank], wide=wide).to(group.device)
             x = tokens(seeds[group.rank]).to(group.device)
             slot = a2a.slots[number % len(a2a.slots)]
             slot.x.view(torch.uint8).fill_(MARK)
@@ -94,7 +94,7 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
             synchronize(group.device)
             want = meaning.dispatch(
                 [tokens(seed) for seed in seeds],
-                [wild(seed, wide=wide) for seed in seeds],
+                [extreme_ids(seed, wide=wide) for seed in seeds],
                 a2a.placement,
                 rank=group.rank,
                 max_tokens=TOKENS,

@@ -208,7 +208,7 @@ def in_turn(group: weft.Group, buffer: Buffer) -> None:
 
 
 @buffered(low_latency_mode=True)
-def overtaken(group: weft.Group, buffer: Buffer) -> None:
+def reuse_slot(group: weft.Group, buffer: Buffer) -> None:
     """The third result reuses the slot of the first, whose handle is then refused."""
     results = [dispatched(buffer, 0) for _ in range(3)]
     with pytest.raises(OutOfOrder, match="dispatch 1: a later dispatch has taken its slot"):
@@ -251,7 +251,7 @@ def zero_copies(group: weft.Group, buffer: Buffer) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("body", [in_turn, protected, overtaken, zero_copies])
+@pytest.mark.parametrize("body", [in_turn, protected, reuse_slot, zero_copies])
 def test_results_are_kept_and_combined_in_any_order(ranks, kind, body):
     ranks(2, kind)(body)
 

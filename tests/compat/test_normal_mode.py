@@ -378,7 +378,7 @@ def mixed_handles(group: weft.Group, buffer: Buffer) -> None:
     same(buffer.combine(x, handle)[0], summed(many[group.rank], ranks))
 
 
-def left_alone(group: weft.Group) -> str:
+def destroy_mid_round(group: weft.Group) -> str:
     """A rank destroys its buffer while the other dispatches: it raises before the deadline."""
     buffer, own = Buffer(group, timeout=600.0, first_timeout=600.0), on(group, batch(group.rank))
     args = layout(buffer, own)
@@ -396,7 +396,7 @@ def left_alone(group: weft.Group) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_left_is_named(ranks, kind):
-    text, _ = ranks(2, kind)(left_alone)
+    text, _ = ranks(2, kind)(destroy_mid_round)
     assert "rank 1" in text
     assert "closed its all-to-all" in text
 

@@ -139,7 +139,7 @@ def test_kernels_pack_as_the_cpu_does(ranks):
 
 
 @buffered()
-def misled(group: weft.Group, buffer: Buffer) -> None:
+def overwrite_handle(group: weft.Group, buffer: Buffer) -> None:
     """With overwritten tensors of a handle, nothing is stored outside of the inbox's rows."""
     own = on(group, batch(group.rank, (40, 40)))
     x, handle = sent(buffer, own)
@@ -168,7 +168,7 @@ def misled(group: weft.Group, buffer: Buffer) -> None:
 
 
 def test_overwritten_handles_cause_no_stray_access(ranks):
-    ranks(2, "threads")(misled)
+    ranks(2, "threads")(overwrite_handle)
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def low_precision(group: weft.Group) -> None:
         assert not torch.equal(out[1], y[2, 1])
 
 
-def left_between(group: weft.Group) -> None:
+def leave_open_round(group: weft.Group) -> None:
     """An object that dispatches and never combines leaves no open round to others."""
     a2a, other = make(group), make(group)
     play(other, PLAIN)
@@ -169,7 +169,7 @@ def left_between(group: weft.Group) -> None:
     a2a.close()
 
 
-def left_alone(group: weft.Group) -> None:
+def leave_mid_round(group: weft.Group) -> None:
     """A rank leaves between dispatch and combine: the peer raises before the deadline."""
     patient = {"timeout": 600.0, "first_timeout": 600.0}
     a2a, other = make(group, **patient), make(group, **patient)
@@ -243,7 +243,7 @@ def meeting(group: weft.Group) -> None:
         no_lists,
         other_rows,
         low_precision,
-        left_between,
+        leave_open_round,
         layers,
         meeting,
     ],
@@ -255,7 +255,7 @@ def test_three_ranks(ranks, body):
 
 
 def test_ranks_name_the_rank_that_left_a_round(ranks):
-    ranks(RANKS, "threads")(left_alone)
+    ranks(RANKS, "threads")(leave_mid_round)
 
 
 def from_torch(group: weft.Group) -> None:

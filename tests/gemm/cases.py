@@ -306,7 +306,7 @@ class Output:
             assert bool((self.scales.reshape(self.case.rows, -1).cpu()[~live] == UNTOUCHED).all())
 
 
-def hold_to_rows(made: Made, plan: WgmmaPlan) -> None:
+def assert_counts_are_clamped(made: Made, plan: WgmmaPlan) -> None:
     """Counts below zero and beyond the rows, and starts outside, are clamped.
 
     made: of five experts.
@@ -324,7 +324,7 @@ def hold_to_rows(made: Made, plan: WgmmaPlan) -> None:
     assert bool((beyond.call(plan=plan).numbers == UNTOUCHED).all())
 
 
-def hold_damage_to_its_row(made: Made, *plans: WgmmaPlan) -> None:
+def assert_damage_stays_in_row(made: Made, *plans: WgmmaPlan) -> None:
     """Rows whose scales are not finite become NaN; other rows keep their bits."""
     rows = [5, made.case.rows // 2]
     clean = made.call(GatedQuant(), plans[0])

@@ -25,11 +25,11 @@ from tests.gemm.cases import (
     UNTOUCHED,
     Case,
     Made,
+    assert_counts_are_clamped,
+    assert_damage_stays_in_row,
     decode_mxfp4,
     every_exponent,
     gated,
-    hold_damage_to_its_row,
-    hold_to_rows,
     shape_of,
 )
 from tests.gemm.emulate import EmulatedHopper
@@ -217,7 +217,7 @@ def test_every_number_at_every_exponent(hopper: Hopper):
     exact(every_exponent(hopper.device), 32)
 
 
-def in_integers(case: Case) -> Made:
+def integer_operands(case: Case) -> Made:
     """Return operands whose sums are exact in fp32, in any order."""
     made, seed = case.make(), torch.Generator().manual_seed(3)
     live = case.live().view(made.a.shape[:-1])
@@ -248,7 +248,7 @@ def in_integers(case: Case) -> Made:
 @pytest.mark.parametrize("name", [*TILES, "masked", "mxfp4, masked", "half a cluster's columns"])
 @in_emulator
 def test_integers_are_exact(hopper: Hopper, name: str):
-    made = in_integers(CASES.get(name, HALF))
+    made = integer_operands(CASES.get(name, HALF))
     for policy in range(3):
         hopper.draw(policy, policy)
         for rows in block_ms(name, hopper.device):
@@ -271,7 +271,7 @@ def test_any_counts(hopper: Hopper, name: str, data: st.DataObject):
     case = replace(CASES[name], counts=tuple(data.draw(drawn)), align=1)
     seed, policy = data.draw(st.integers(0, 99)), data.draw(st.integers(0, 2))
     hopper.draw(seed, policy, data.draw(st.sampled_from((2, 4, 6))))
-    exact(in_integers(case), data.draw(st.sampled_from(block_ms(name, hopper.device))))
+    exact(integer_operands(case), data.draw(st.sampled_from(block_ms(name, hopper.device))))
 
 
 @pytest.mark.parametrize("k", PAIRED_KS)
@@ -358,7 +358,7 @@ def test_no_word_of_a_row_with_flag_in_data_is_the_sentinel(hopper: Hopper, name
 @pytest.mark.parametrize("rows", [32, 256])
 @on_each
 def test_invalid_counts_and_starts_change_no_other_row(hopper: Hopper, rows: int):
-    hold_to_rows(CASES["contiguous"].make(hopper.device), WgmmaPlan(rows))
+    assert_counts_are_clamped(CASES["contiguous"].make(hopper.device), WgmmaPlan(rows))
 
 
 @on_each
@@ -366,7 +366,7 @@ def test_non_finite_scales_affect_their_row_only(hopper: Hopper):
     name = "normal" if hopper.device == "cpu" else "heights"
     plans = [WgmmaPlan(rows) for rows in reversed(block_ms(name, hopper.device))]
     first = 1 if hopper.device == "cpu" else len(plans)
-    hold_damage_to_its_row(ALL[name].make(hopper.device), *plans[:first])
+    assert_damage_stays_in_row(ALL[name].make(hopper.device), *plans[:first])
 
 
 @pytest.mark.parametrize("epilogue", ["store", "gated", "push"])
@@ -389,7 +389,7 @@ def test_biases_and_results_of_other_dtypes(hopper: Hopper, name: str, epilogue:
             assert torch.equal(stored[received], got.numbers.reshape(case.rows, -1)[received])
 
 
-def at_the_brink(tensor: torch.Tensor) -> torch.Tensor:
+def end_at_guard_page(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that ends at an inaccessible page."""
     size = tensor.numel() * tensor.element_size()
     pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -409,12 +409,12 @@ def at_the_brink(tensor: torch.Tensor) -> torch.Tensor:
 def test_nothing_beyond_the_end_is_accessed(hopper: Hopper, name: str, epilogue: str):
     case, (how, _) = CASES[name], epilogue_for(CASES[name], epilogue)
     made = case.make()
-    given = {name: at_the_brink(tensor) for name, tensor in made.given.items()}
-    made = replace(made, a=at_the_brink(made.a), b=at_the_brink(made.b), given=given)
+    given = {name: end_at_guard_page(tensor) for name, tensor in made.given.items()}
+    made = replace(made, a=end_at_guard_page(made.a), b=end_at_guard_page(made.b), given=given)
     for rows in block_ms(name, hopper.device):
         whole = made.call(how, WgmmaPlan(rows))
-        numbers, out = at_the_brink(whole.numbers), None
+        numbers, out = end_at_guard_page(whole.numbers), None
         if whole.scales is not None:
-            out = numbers, at_the_brink(whole.scales)
+            out = numbers, end_at_guard_page(whole.scales)
         made.call(how, WgmmaPlan(rows), out=numbers if out is None else out)
         assert torch.equal(numbers.view(torch.uint8), whole.numbers.view(torch.uint8))

@@ -81,7 +81,7 @@ def run(where: str, step: Callable[[], None]) -> None:
         pool.submit(body).result()
 
 
-def let_go(how: str, box: list[Made]) -> None:
+def release(how: str, box: list[Made]) -> None:
     """Close the object in the box, or leave it to its reference count or the collector."""
     if how == "close":
         box[0].give_back()
@@ -131,7 +131,7 @@ def die_in_captures(group: weft.Group, name: str) -> list[str]:
                 gc.collect()
                 gc.disable()
                 with captured(group, mode):
-                    run(where, lambda how=how, box=box: let_go(how, box))  # type: ignore[misc]
+                    run(where, lambda how=how, box=box: release(how, box))  # type: ignore[misc]
                     for held, failures in shares:
                         if held._device is not None or failures:
                             left.append(f"{mode}, {where}, {how}: {failures}")

@@ -108,7 +108,7 @@ def test_layers_match_the_reference(ranks):
     ranks(GPUS, "cuda")(on_hosts, 2, layers)
 
 
-def loses_a_host(group: weft.Group, kill: bool) -> tuple[str, float]:
+def lose_host(group: weft.Group, kill: bool) -> tuple[str, float]:
     """Rank 0's host dies, or makes no call; every other rank raises in time."""
     case = Round(tokens=(8,) * group.size, hidden=256)
     with made(group, case, timeout=2.0) as a2a:
@@ -134,7 +134,7 @@ def loses_a_host(group: weft.Group, kill: bool) -> tuple[str, float]:
 
 
 def test_a_host_that_makes_no_call_is_an_error_in_time(ranks):
-    for kind, after in ranks(GPUS, "cuda")(on_hosts, 2, loses_a_host, False):
+    for kind, after in ranks(GPUS, "cuda")(on_hosts, 2, lose_host, False):
         assert kind in ("slept", "RailFailed", "PeerLeft")
         assert after < 8.0
 
@@ -142,6 +142,6 @@ def test_a_host_that_makes_no_call_is_an_error_in_time(ranks):
 def test_a_host_that_dies_ends_the_others(ranks):
     """Only the ranks of that host died; the others returned their errors."""
     with pytest.raises(RankFailed, match=rf"^rank \d of {GPUS} died: .*SIGKILL") as failed:
-        ranks(GPUS, "cuda")(on_hosts, 2, loses_a_host, True, timeout=120.0)
+        ranks(GPUS, "cuda")(on_hosts, 2, lose_host, True, timeout=120.0)
     named = set(re.findall(r"rank (\d)", str(failed.value)))
     assert named == {str(rank) for rank in range(GPUS // 2)}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import weft
-from tests.moe.overlapping import MODES, odd, replay
+from tests.moe.overlapping import MODES, replay, run_odd_rounds
 
 triton = pytest.importorskip("triton")
 tl: Any = pytest.importorskip("triton.language")
@@ -49,7 +49,7 @@ def test_a_hundred_thousand_replays_have_the_bits_of_no_overlap(ranks):
 
 def every_odd_round(group: weft.Group) -> list[dict[str, int]]:
     return [
-        odd(group, 500, top_k, rows, options)
+        run_odd_rounds(group, 500, top_k, rows, options)
         for top_k, rows, options in ((1, 8, BF16), (3, 48, BF16), (3, 8, FP8))
     ]
 
@@ -61,7 +61,7 @@ def test_late_ranks_and_odd_routing_change_nothing(ranks):
 
 
 def serialised(group: weft.Group) -> list[dict[str, int]]:
-    return [replay(group, 400, BF16), odd(group, 60, 3, 8, BF16)]
+    return [replay(group, 400, BF16), run_odd_rounds(group, 60, 3, 8, BF16)]
 
 
 @pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"])

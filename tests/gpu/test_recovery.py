@@ -46,7 +46,7 @@ def opened(group: weft.Group, name: str, **more: Any) -> Step:
     return Step(kind.open(group, **sizes).__enter__(), 24, calls=20)
 
 
-def die_replaying(step: Step, replay: Callable[[], None], rank: int, folder: Path) -> float:
+def die_during_replay(step: Step, replay: Callable[[], None], rank: int, folder: Path) -> float:
     """Kill `rank` during replay; return the time of death after the others noticed it."""
     group, moment = step.op.made.group, folder / f"moment {rank}"
     group.barrier(timeout=PATIENCE)
@@ -97,7 +97,7 @@ def test_a_graph_works_after_a_recovery(
         hold(step, replay, 1)
         op.made.check()
         for dies in ORDER:
-            killed = die_replaying(step, replay, dies, tmp_path)
+            killed = die_during_replay(step, replay, dies, tmp_path)
             survivors.lose(dies)
             hold(step, replay, 2 + dies)
             print(f"{name}: rank {group.rank} right {time.monotonic() - killed:.3f} s after")
@@ -117,7 +117,7 @@ def test_a_graph_that_sums_over_all_returns_at_once(group: weft.Group, tmp_path:
     with step.op:
         replay = capture_body(group, step)
         hold(step, replay, 1)
-        die_replaying(step, replay, 2, tmp_path)
+        die_during_replay(step, replay, 2, tmp_path)
         survivors.lose(2)
         began = time.monotonic()
         with pytest.raises(GroupError, match="rank 2 is gone, and this all-reduce sums over all"):
@@ -150,7 +150,7 @@ def test_a_graph_works_after_a_replacement(
     step = opened(group, name)
     replay = capture_body(group, step)
     hold(step, replay, 1)
-    die_replaying(step, replay, VICTIM, tmp_path)
+    die_during_replay(step, replay, VICTIM, tmp_path)
     result = group.recover(timeout=PATIENCE)
     assert result.dead == (VICTIM,)
     hold(step, replay, 2)

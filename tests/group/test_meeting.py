@@ -18,7 +18,7 @@ from weft.group.meeting import ABI, Meeting, meet
 from weft.launcher.processes import fork_server
 
 
-def listens(meeting):
+def has_listener(meeting):
     """Whether a process listens for the meeting; connected sockets show the name as well."""
     with open("/proc/net/unix", encoding="ascii") as file:
         lines = [line.split() for line in file if line.endswith(f" @{meeting._name[1:]}\n")]
@@ -28,11 +28,11 @@ def listens(meeting):
 @pytest.mark.parametrize(("size", "hub"), [(1, 0), (2, 1), (4, 2)])
 def test_all_ranks_meet_at_any_hub_and_no_name_is_left_while_their_sockets_live(size, hub):
     meeting = Meeting.open(hub)
-    assert listens(meeting)
+    assert has_listener(meeting)
     places = [meeting if r == hub else Meeting.from_address(meeting.address) for r in range(size)]
     options = {"size": size, "device": "cpu", "timeout": LONG}
     controls = all_ranks(*(lambda r=r: meet(places[r], rank=r, **options) for r in range(size)))
-    assert not listens(meeting)
+    assert not has_listener(meeting)
     assert [control.pids for control in controls] == [[os.getpid()] * size] * size
     gathered = all_ranks(*(lambda c=c: c.gather("test", c.rank, LONG) for c in controls))
     assert gathered == [list(range(size))] * size
@@ -72,7 +72,7 @@ def test_missing_ranks_are_named_at_the_deadline_and_a_late_one_is_told_at_once(
     started = time.monotonic()
     for error in all_ranks(*(lambda r=r: gather(meeting, r, 4, 0.3) for r in (0, 2))):
         assert "rank 1, 3 of 4 did not come" in str(error)
-    assert not listens(meeting)
+    assert not has_listener(meeting)
     assert "the meeting is over" in str(gather(meeting, 1, timeout=30.0))
     assert time.monotonic() - started < 18.0
 

@@ -214,7 +214,7 @@ def received_and_checked(a2a: weft.AllToAll) -> None:
     a2a.check()
 
 
-def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
+def receive_invalid_data(group: weft.Group, way: str, values: tuple[int, ...]) -> None:
     """Invalid counts and ids of a peer reach no memory except the inboxes' own slots."""
     case = Round(tokens=(16, 9), hidden=256, top_k=3, experts=10)
     with (
@@ -228,7 +228,7 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
         begin = a2a.config.offsets.returned
         end = begin + shape.returned_rows * shape.returned_bytes
         behind = slice(end, size)
-        for seed, lie in enumerate(lies):
+        for seed, lie in enumerate(values):
             received = a2a.dispatch(x, ids, weights)
             synchronize(group.device)
             group.barrier()  # all have dispatched: no rank stores after the inbox now
@@ -260,6 +260,6 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("way", ["push", "fp8", "choices"])
 def test_invalid_peer_data_stays_in_its_slots(ranks, kind, way):
-    lies = (-1, 2**31 - 1, 17)
-    for some in [(lie,) for lie in lies] if way == "fp8" else [lies]:
-        ranks(2, kind)(lied_to, way, some)
+    values = (-1, 2**31 - 1, 17)
+    for some in [(lie,) for lie in values] if way == "fp8" else [values]:
+        ranks(2, kind)(receive_invalid_data, way, some)

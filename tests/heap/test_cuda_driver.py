@@ -151,7 +151,7 @@ def test_a_failing_close_raises_and_still_frees(install):
     run(install(), close_with_failure, ranks=1)
 
 
-def let_go(group, fake, how):
+def drop_in_capture(group, fake, how):
     """Drop a heap in a capturing thread; return the driver's calls and the thread's mode."""
     fake.local.rank = group.rank
     group.device = torch.device("cuda", group.rank)
@@ -186,7 +186,7 @@ def test_freeing_memory_does_not_break_captures(install, monkeypatch, how):
     """Free by close, by the collector, or with the last view; the thread's mode is restored."""
     fake = install()
     monkeypatch.setattr(cuda, "tensor_from_address", cpu_tensor_at)
-    names, done = run(fake, let_go, how, ranks=1)[0]
+    names, done = run(fake, drop_in_capture, how, ranks=1)[0]
     assert done == [fake.modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL]
     frees = [n for n in names if n.startswith("cuMem") and n != "cuMemRelease"]
     assert frees[0] == "cuMemFree"

@@ -67,7 +67,7 @@ def across(
 
 
 @contextlib.contextmanager
-def lying(
+def tamper_with_rail(
     a2a: weft.AllToAll | weft.LowLatencyAllToAll, tell: Callable[[RailViews, int], None]
 ) -> Iterator[None]:
     """Let `tell(slots, own)` change what this rank sends over its rail in a dispatch."""

@@ -12,7 +12,7 @@ import torch
 
 import weft
 from tests import rounds
-from tests.hosts.spanning import across, campaign, lying, on_hosts, play
+from tests.hosts.spanning import across, campaign, on_hosts, play, tamper_with_rail
 from tests.ranks import on_ranks
 from tests.rounds import Round, bits
 from weft import reference
@@ -174,7 +174,7 @@ def test_invalid_data_of_another_host_is_attributed_to_it(group: weft.Group) -> 
                     slots.counts[own, 0] = wrong
 
             x, ids, weights, _ = case.next(seed=seed).inputs_of(group.rank, group.device)
-            with lying(a2a, tell) if group.rank == 2 else contextlib.nullcontext():
+            with tamper_with_rail(a2a, tell) if group.rank == 2 else contextlib.nullcontext():
                 received = a2a.dispatch(x, ids, weights)
             assert 0 <= received.counts.min() <= received.counts.max() <= 3
             assert -1 <= received.ids.min() <= received.ids.max() < a2a.num_local_experts

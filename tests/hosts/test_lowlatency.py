@@ -11,7 +11,7 @@ import torch
 
 import weft
 from tests.emulator.operators import EmulatedLow, compile_low
-from tests.hosts.spanning import across, campaign, lying, on_hosts
+from tests.hosts.spanning import across, campaign, on_hosts, tamper_with_rail
 from tests.lowlatency_rounds import Mode, expected_out, expert_results, play
 from tests.rounds import Round, bits, synchronize
 from weft.errors import BadExpertId, InvalidArgument
@@ -78,7 +78,7 @@ def test_bad_weights_and_ids_are_refused(group: weft.Group) -> None:
             def tell(slots: RailViews, own: int, lie: int = lie) -> None:
                 slots.ids[own, 1, 0] = lie
 
-            with lying(low, tell) if group.rank == 3 else contextlib.nullcontext():
+            with tamper_with_rail(low, tell) if group.rank == 3 else contextlib.nullcontext():
                 got = low.dispatch(x, ids, weights)
             low.combine(y, ids, weights, got.handle)
             if group.rank == 1:

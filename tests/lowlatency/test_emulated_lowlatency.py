@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 SEVERAL = [name for name in CASES if "several" in name]
 
 
-def mixed(group: weft.Group, name: str) -> None:
+def mix_with_cpu_rank(group: weft.Group, name: str) -> None:
     """Rank 1 runs the CPU kernels, which speak the same protocol."""
     mode, case = CASES[name]
     with mode.make(group, case, 16) as a2a:
@@ -43,7 +43,7 @@ def mixed(group: weft.Group, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp8", "reduced, fp8 back", "choices"])
 def test_kernels_and_cpu_ranks_interoperate(ranks, name):
-    ranks(3, "threads")(mixed, name)
+    ranks(3, "threads")(mix_with_cpu_rank, name)
 
 
 @pytest.mark.parametrize("name", SEVERAL)

@@ -160,7 +160,7 @@ def test_results_may_be_combined_in_any_order(ranks, kind):
     assert ranks(2, kind)(combined_in_any_order) == [[1, 1, 1]] * 2
 
 
-def crossed(group: weft.Group, split_phase: bool) -> str:
+def combine_crossed(group: weft.Group, split_phase: bool) -> str:
     """Rank 1 combines its two results in reverse order."""
     x, ids, weights, _ = inputs(group)
     with make(group, split_phase=split_phase) as a2a:
@@ -184,7 +184,7 @@ def crossed(group: weft.Group, split_phase: bool) -> str:
 @pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("split_phase", [False, True])
 def test_ranks_that_combine_different_results_raise(ranks, kind, split_phase):
-    reported = ranks(2, kind)(crossed, split_phase)
+    reported = ranks(2, kind)(combine_crossed, split_phase)
     assert (
         "rank 0, combine: rank 1 combined result 2 of those alive, this rank result 1"
         in reported[0]

@@ -31,7 +31,7 @@ def one_round(a2a: LowLatencyAllToAll) -> None:
     a2a.check()
 
 
-def silent(group: weft.Group) -> str:
+def omit_dispatch(group: weft.Group) -> str:
     """Rank 2 sends nothing of its dispatch to rank 0, and its part to all others."""
     with Mode(more={"_defines": FAULTS}).make(group, CASE, 8) as a2a:
         one_round(a2a)
@@ -49,6 +49,6 @@ def silent(group: weft.Group) -> str:
 
 @pytest.mark.parametrize("kind", ANY)
 def test_a_missing_word_is_named(ranks, kind):
-    texts = ranks(3, kind)(silent)
+    texts = ranks(3, kind)(omit_dispatch)
     assert "rank 0, dispatch: rank 2 did not publish epoch 2" in texts[0]
     assert "(its flag shows epoch 1)" in texts[0]

@@ -59,7 +59,7 @@ def forge_dispatch(
     synchronize(a2a.group.device)
 
 
-def lied_to(group: weft.Group, lie: dict[str, int]) -> None:
+def receive_invalid_words(group: weft.Group, lie: dict[str, int]) -> None:
     for mode in (Mode(), Mode(combine="gemm_push")):
         lied_to_in(group, replace(mode, more={"timeout": 5.0}), lie)
 
@@ -121,10 +121,10 @@ def check_addresses(a2a: LowLatencyAllToAll, got: ExpertRows, address: torch.Ten
 @pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("lie", LIES)
 def test_no_word_of_a_peer_causes_a_stray_access(ranks, kind, lie):
-    ranks(2, kind)(lied_to, LIES[lie])
+    ranks(2, kind)(receive_invalid_words, LIES[lie])
 
 
-def withheld(group: weft.Group, what: str) -> str:
+def withhold_word(group: weft.Group, what: str) -> str:
     """Rank 1 announces rows to rank 0 but withholds one word; return rank 0's error."""
     mode = Mode(more={"timeout": 0.6, "first_timeout": 600.0})
     with mode.make(group, CASE, MOST) as a2a:
@@ -159,4 +159,4 @@ LATE = r"rank 0, dispatch: rank 1 did not publish epoch 2 within .* \(its flag s
 @pytest.mark.parametrize("kind", [*ANY, EMULATED])
 @pytest.mark.parametrize("what", ["row", "choice"])
 def test_a_missing_row_is_named_with_what_arrived(ranks, kind, what):
-    assert re.match(LATE, ranks(2, kind)(withheld, what)[0])
+    assert re.match(LATE, ranks(2, kind)(withhold_word, what)[0])

@@ -254,7 +254,7 @@ def odd_round(number: int, ranks: int, block: int) -> tuple[tuple[int, ...], int
     return cases[number % len(cases)]
 
 
-def late(group: weft.Group, number: int) -> None:
+def delay_a_rank(group: weft.Group, number: int) -> None:
     """Delay one rank, on the host or on its device, by up to 2 ms."""
     chance = random.Random(number)
     if chance.randrange(group.size) != group.rank:
@@ -266,7 +266,7 @@ def late(group: weft.Group, number: int) -> None:
         torch.cuda._sleep(int(wait * 1e9))  # cycles, at about 2 GHz: half as long
 
 
-def odd(
+def run_odd_rounds(
     group: weft.Group, rounds: int, top_k: int, rows: int, options: dict[str, Any]
 ) -> dict[str, int]:
     """Delayed ranks and unusual routing, round after round, all poisoned.
@@ -291,6 +291,6 @@ def odd(
                 step = Step(layers, mode, tokens[group.rank], poison=True, seed=number)
                 step.x.normal_(generator=step.source)
                 step.logits.normal_(generator=step.source)[:, first : first + count] += LEAN
-                late(group, number)
+                delay_a_rank(group, number)
                 step.compare()
         return layers.check()

@@ -43,7 +43,7 @@ WRONG: list[tuple[MoEConfig, dict[str, Any], str]] = [
 ]
 
 
-def built_wrongly(group: weft.Group) -> list[str]:
+def build_invalid_layers(group: weft.Group) -> list[str]:
     texts = []
     for config, options, _ in WRONG:
         with pytest.raises(InvalidArgument) as caught:
@@ -53,13 +53,13 @@ def built_wrongly(group: weft.Group) -> list[str]:
 
 
 def test_invalid_layers_are_refused(ranks):
-    first, second = ranks(2, "threads")(built_wrongly)
+    first, second = ranks(2, "threads")(build_invalid_layers)
     assert first == second
     missing = [words for (*_, words), text in zip(WRONG, first, strict=True) if words not in text]
     assert missing == []
 
 
-def wrong_parts(group: weft.Group, options: dict[str, Any]) -> None:
+def pass_invalid_parts(group: weft.Group, options: dict[str, Any]) -> None:
     """If one rank's part is wrong, both ranks raise, and the next layer works."""
     device = group.device
     good = CASE.weights(range(4), device)
@@ -90,7 +90,7 @@ def wrong_parts(group: weft.Group, options: dict[str, Any]) -> None:
 
 @BOTH
 def test_wrong_parts(ranks, mode):
-    ranks(2, "threads")(wrong_parts, {"mode": mode})
+    ranks(2, "threads")(pass_invalid_parts, {"mode": mode})
 
 
 def other_kinds(group: weft.Group) -> None:
@@ -119,7 +119,7 @@ def test_ranks_have_one_rule_and_one_mode(ranks):
     ranks(2, "threads")(other_rules)
 
 
-def called_wrongly(group: weft.Group, name: str, options: dict[str, Any]) -> None:
+def make_invalid_calls(group: weft.Group, name: str, options: dict[str, Any]) -> None:
     """Every refusal comes before anything is sent: the next call is a whole round."""
     case = CASE.next(config=CONFIGS[name])
     with case.open(group, **options) as layer:
@@ -139,10 +139,10 @@ def called_wrongly(group: weft.Group, name: str, options: dict[str, Any]) -> Non
 @BOTH
 @pytest.mark.parametrize("name", ["softmax", "llama"])
 def test_a_refused_call_sends_nothing(ranks, name, mode):
-    ranks(2, "threads")(called_wrongly, name, {"mode": mode})
+    ranks(2, "threads")(make_invalid_calls, name, {"mode": mode})
 
 
-def finished(group: weft.Group, layer: weft.MoE) -> None:
+def finish_call(group: weft.Group, layer: weft.MoE) -> None:
     """Make one call and wait for it, without a peer's help."""
     layer(*CASE.inputs_of(group.rank, group.device))
     if group.device.type == "cuda":
@@ -155,12 +155,12 @@ def absent(group: weft.Group, options: dict[str, Any]) -> None:
         if group.rank == 0:
             start = time.monotonic()
             with pytest.raises(PeerTimeout, match="rank 1 did not"):
-                finished(group, layer)
+                finish_call(group, layer)
             assert time.monotonic() - start < 100
         group.barrier()
 
 
-def failing_shared(group: weft.Group, options: dict[str, Any]) -> None:
+def fail_in_shared_expert(group: weft.Group, options: dict[str, Any]) -> None:
     """Rank 1 cannot finish its round: rank 0 raises long before the deadline."""
     with CASE.open(group, **options, timeout=600.0, first_timeout=600.0) as layer:
         x, logits = CASE.inputs_of(group.rank, group.device)
@@ -176,10 +176,10 @@ def failing_shared(group: weft.Group, options: dict[str, Any]) -> None:
             with pytest.raises(ArithmeticError, match="no more"):
                 layer(x, logits)
             with pytest.raises((Aborted, OutOfOrder)):
-                finished(group, layer)
+                finish_call(group, layer)
         else:
             with pytest.raises(PeerLeft, match="rank 1 raised ArithmeticError: no more"):
-                finished(group, layer)
+                finish_call(group, layer)
         assert time.monotonic() - start < 60
         group.barrier()
 
@@ -189,13 +189,13 @@ def aborted(group: weft.Group, options: dict[str, Any]) -> None:
         if group.rank == 1:
             layer.abort()
         with pytest.raises(Aborted, match=r"rank,? 1"):
-            finished(group, layer)
+            finish_call(group, layer)
         group.barrier()
 
 
 @BOTH
 @pytest.mark.parametrize("overlap", ["none", "gemm_push"])
-@pytest.mark.parametrize("body", [absent, failing_shared, aborted])
+@pytest.mark.parametrize("body", [absent, fail_in_shared_expert, aborted])
 def test_a_peer_that_does_not_finish_is_named(ranks, body, overlap, mode):
     """The peer is absent, its shared expert raises, or it aborts."""
     ranks(2, "threads")(body, {"mode": mode, "overlap": overlap, "gemm": "grouped"})

@@ -31,9 +31,9 @@ from tests.moe.test_layer import (
 from tests.moe.test_layer_failures import (
     aborted,
     absent,
-    called_wrongly,
-    failing_shared,
-    wrong_parts,
+    fail_in_shared_expert,
+    make_invalid_calls,
+    pass_invalid_parts,
 )
 from tests.rounds import bits
 from weft.moe import OVERLAPS
@@ -70,9 +70,9 @@ def all_exceptions(group: weft.Group, mode: str) -> None:
     for name in CONFIGS:
         padded_tokens(group, name, options)
     for name in ("softmax", "llama"):
-        called_wrongly(group, name, options)
+        make_invalid_calls(group, name, options)
     siblings(group, options)
-    wrong_parts(group, options)
+    pass_invalid_parts(group, options)
     if mode == "throughput":
         few_rows(group, 8, {**options, "gemm": "torch"})  # of each expert
     else:
@@ -84,7 +84,7 @@ def all_failures(group: weft.Group, mode: str) -> None:
     for overlap in OVERLAPS:
         options = {"mode": mode, "overlap": overlap, "gemm": "grouped"}
         absent(group, options)
-        failing_shared(group, options)
+        fail_in_shared_expert(group, options)
     aborted(group, {"mode": mode})
 
 

@@ -10,7 +10,7 @@ import torch
 
 import weft
 from tests.moe.layers import Case
-from tests.moe.overlapping import CONFIG, MODES, Layers, Step, odd, replay
+from tests.moe.overlapping import CONFIG, MODES, Layers, Step, replay, run_odd_rounds
 from weft.moe import Expert
 
 TILED: dict[str, Any] = {"gemm": "grouped"}
@@ -22,7 +22,7 @@ def test_rounds_of_every_overlap_in_any_order(ranks):
 
 
 def test_late_ranks_and_odd_routing(ranks):
-    assert ranks(3, "threads")(odd, 12, 3, 48, TILED) == [SOUND] * 3
+    assert ranks(3, "threads")(run_odd_rounds, 12, 3, 48, TILED) == [SOUND] * 3
 
 
 def spoiled(group: weft.Group, how: str) -> dict[str, int]:

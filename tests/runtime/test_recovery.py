@@ -59,7 +59,7 @@ DEATHS += [
 ]
 
 
-def lose_in_turn(
+def lose_one_by_one(
     group: weft.Group, name: str, points: tuple[int | None, ...], library: str | None = None
 ) -> None:
     """Kill a rank at each point, or before a round for None; recover, and continue."""
@@ -95,7 +95,7 @@ def lose_in_turn(
 def test_survivors_continue_after_a_death_in_any_phase(
     group: weft.Group, name: str, phase: str
 ) -> None:
-    lose_in_turn(group, name, PHASES[phase])
+    lose_one_by_one(group, name, PHASES[phase])
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def library(name: str) -> str:
 def test_kernels_continue_without_reading_the_dead(
     group: weft.Group, name: str, library: str
 ) -> None:
-    lose_in_turn(group, name, (None, None), library)
+    lose_one_by_one(group, name, (None, None), library)
 
 
 @on_ranks(3, "cpu", dies=[2])

@@ -23,7 +23,7 @@ from weft.plugins.faults import SETTLE_SECONDS, Watch
 run = partial(launch, tolerate_deaths=True, timeout=3000.0)
 
 
-def outliving(group: weft.Group, form: str, way: str, when: str) -> dict[str, Any]:
+def outlive_rank(group: weft.Group, form: str, way: str, when: str) -> dict[str, Any]:
     """Rank 1 is killed before, in or after a pass, or stops; the others continue."""
     os.environ["WEFT_SGLANG_TIMEOUT"] = "1.5" if when == "stopped" else "600"
     server = replicated(group, form=form, ep_dispatch_algorithm=way)
@@ -77,7 +77,7 @@ def test_a_server_outlives_a_rank(form: str, way: str, when: str) -> None:
 
     A rank that stops in a pass is killed by the others after the deadline.
     """
-    first, dead, *others = run(outliving, form, way, when, ranks=4)
+    first, dead, *others = run(outlive_rank, form, way, when, ranks=4)
     assert dead is None
     for result in (first, *others):
         assert result.pop("far") < CLOSE
@@ -141,7 +141,7 @@ def test_a_server_that_does_not_recover_is_ended() -> None:
         assert alive == [True, True]
 
 
-def ended_soon(group: weft.Group) -> list[str]:
+def kill_and_wait(group: weft.Group) -> list[str]:
     """Rank 1 is killed; the engine ends this rank before the server gives up."""
     kept = Kept()
     watch = Watch(group, end=lambda: None)
@@ -156,7 +156,7 @@ def ended_soon(group: weft.Group) -> list[str]:
     return lines
 
 
-def orphaned(group: weft.Group) -> list[str]:
+def kill_engine_core(group: weft.Group) -> list[str]:
     """vLLM's EngineCore is killed while its worker, which is the rank, still runs."""
     kept = Kept()
     watch = Watch(group, end=lambda: None)
@@ -167,8 +167,8 @@ def orphaned(group: weft.Group) -> list[str]:
 
 def test_the_process_that_ended_first_is_named_at_once() -> None:
     """vLLM ends all engine cores as soon as one has died, and does not name it."""
-    assert run(ended_soon, ranks=2)[0] == ["rank 0 of 2: the process of rank 1 has ended"]
-    assert launch(orphaned, ranks=1, device="threads") == [
+    assert run(kill_and_wait, ranks=2)[0] == ["rank 0 of 2: the process of rank 1 has ended"]
+    assert launch(kill_engine_core, ranks=1, device="threads") == [
         [
             f"rank 0 of 1: process {1 << 30}, which started this rank, has ended; the engine ends "
             "this rank with it"

@@ -291,7 +291,7 @@ def test_unsupported_models_are_refused(ranks: Any) -> None:
             assert {text: error for text, error in errors.items() if text not in error} == {}
 
 
-def bereaved(group: weft.Group, folder: str) -> None:
+def lose_last_rank(group: weft.Group, folder: str) -> None:
     """Kill the last rank between two steps."""
     from weft.plugins import faults
     from weft.plugins.sglang import engine
@@ -328,7 +328,7 @@ def found_by(folder: Path, rank: int) -> dict[str, Any]:
 def test_a_dead_rank_is_reported_and_ends_the_server(ranks: Any, tmp_path: Any) -> None:
     """Long before the deadline the step raises, a log line names the rank, and the server ends."""
     with pytest.raises(weft.errors.RankFailed):
-        ranks(2, "cpu")(bereaved, str(tmp_path))
+        ranks(2, "cpu")(lose_last_rank, str(tmp_path))
     result = found_by(tmp_path, 0)
     assert result["error"].startswith("PeerDied: rank 0, dispatch: rank 1 died")
     assert result["broken"]
@@ -379,7 +379,7 @@ def test_two_hosts_are_served(ranks: Any, count: int) -> None:
 def test_a_dead_rank_ends_the_servers_of_both_hosts(ranks: Any, tmp_path: Path) -> None:
     """One host sees the process end, the other one the rail; no rank waits for the deadline."""
     with pytest.raises(weft.errors.RankFailed):
-        ranks(4, "cpu")(on_two_hosts, bereaved, str(tmp_path))
+        ranks(4, "cpu")(on_two_hosts, lose_last_rank, str(tmp_path))
     far_off, also_far_off, near = (found_by(tmp_path, rank) for rank in (0, 1, 2))
     assert any("the process of rank 3 has ended" in line for line in near["lines"])
     for result in (far_off, also_far_off):

@@ -332,7 +332,7 @@ def test_pipeline_stages_have_groups_beside_each_other(ranks: Any) -> None:
         assert max(errors) < CLOSE
 
 
-def bereaved(group: weft.Group, path: str, form: str) -> None:
+def lose_rank_1(group: weft.Group, path: str, form: str) -> None:
     """Rank 1 is killed between two steps; rank 0 makes no further step."""
     from weft.plugins import faults
     from weft.plugins.vllm import engine
@@ -354,7 +354,7 @@ def bereaved(group: weft.Group, path: str, form: str) -> None:
 def test_a_dead_rank_is_reported_and_ends_the_worker(ranks: Any, tmp_path: Path, form: str) -> None:
     """Also while no code of weft runs: a thread notices it, and a log line names the rank."""
     with pytest.raises(weft.errors.RankFailed):
-        ranks(2, "cpu")(bereaved, str(tmp_path / "found"), form)
+        ranks(2, "cpu")(lose_rank_1, str(tmp_path / "found"), form)
     ended, lines = ast.literal_eval((tmp_path / "found").read_text())
     assert ended == [True]
     assert any("rank 1" in line and "this server ends" in line for line in lines)
