@@ -369,7 +369,7 @@ COMBINE_FP8 = {
         "a scale of another block":
             (_COMBINE, "push_fragment", r"lane % blocks_in_strip \* block_lanes", "0"),
         "rows that no owner waits for":
-            (_COMBINE, "push_fragments", r"if \(wanted\)"),
+            (_COMBINE, "push_fragments", r"if \(has_row\)"),
         "strips that no rank pushes":
             (_COMBINE, "push_fragment", r"strip (< fragment\.end; \+\+strip)", r"strip + 1 \1"),
         "a vector that is taken before it has come":
