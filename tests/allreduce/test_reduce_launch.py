@@ -39,8 +39,8 @@ class Launcher:
 
     made: list[Launcher]
 
-    def __init__(self, function: str, struct: object, *, programmatic: bool, cluster: int) -> None:
-        self.what = (function, programmatic, cluster)
+    def __init__(self, function: str, struct: object, *, use_pdl: bool, cluster: int) -> None:
+        self.what = (function, use_pdl, cluster)
         Launcher.made.append(self)
 
     def __call__(self, args: ReduceArgs, grid: Any, block: int, stream: int) -> None:
@@ -72,7 +72,7 @@ def test_clusters_that_do_not_fit_use_a_resident_grid(entries, monkeypatch, end)
         two = ReduceConfig.from_args(ranks=2, max_tokens=512, hidden=hidden, dtype=torch.bfloat16)
         kernels = reduce_kernels.CudaReduceKernels(two, Build())
         for tokens in (1, 2, 16, 17, 66, 67, 128, 132, 133, 512):
-            launch: Any = kernels._find("oneshot" + end, tokens)
+            launch: Any = kernels._build_launch("oneshot" + end, tokens)
             kernel, early, cluster = launch.launcher.what
             if hidden == 7168 and tokens > 66:
                 assert kernel == "weft_allreduce_oneshot_resident" + end
@@ -89,5 +89,7 @@ def test_another_device_is_refused_also_after_a_launch(entries, monkeypatch):
     entries.run("twoshot", args, 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     for _ in range(2):
-        with pytest.raises(InvalidArgument, match=r"cuda:1, this all-reduce works on cuda:3"):
+        with pytest.raises(
+            InvalidArgument, match=r"cuda:1, but this all-reduce was created on cuda:3"
+        ):
             entries.run("twoshot", args, 4)

@@ -54,7 +54,7 @@ def test_addresses(group):
         groups = ExpertGroups(a2a)
         grouped = groups.gather(a2a.dispatch(x, ids, weights))
         assert grouped.dst_addr is None
-        with pytest.raises(InvalidArgument, match="its rows have no addresses"):
+        with pytest.raises(InvalidArgument, match="its rows have no dst_addr"):
             groups.sent()
         groups.send(results(groups, grouped, 1, a2a.dtype))
         a2a.combine_recv()

@@ -176,6 +176,6 @@ def test_overwritten_handles_cause_no_stray_access(ranks):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_compile_without_spills(name: str, arch: str) -> None:
     program = PROGRAMS[name]
-    cubin = program.cubin(arch)
-    assert all(program.kernel(name).encode() in cubin for name in program.entry_points)
+    cubin = program.compile_cubin(arch)
+    assert all(program.kernel_name(name).encode() in cubin for name in program.entry_points)
     assert set(frames(cubin).values()) == {0}

@@ -21,10 +21,10 @@ from weft.alltoall import kernels as alltoall
 from weft.alltoall.config import AllToAllConfig, Offsets
 from weft.alltoall.kernels import Plan
 from weft.grouping.config import GroupConfig
-from weft.grouping.kernels import COUNTING, result_entries
+from weft.grouping.kernels import COUNT_THREADS, result_entries
 from weft.lowlatency import kernels as lowlatency
 from weft.lowlatency.config import LowLatencyShape
-from weft.runtime.kernels import Build, Kernels, in_parts
+from weft.runtime.kernels import Build, Kernels, split_entries
 from weft.shape import Shape
 
 FLAGS_ONLY = Plan(1, 1, 64)
@@ -48,7 +48,7 @@ def compile_alltoall(
         before = f"constexpr weft::u32 rank = {rank}; (void)rank; "
         lines += [
             entry(f"{name}_{rank}", struct.__name__, call, before=before)
-            for name, (struct, call) in in_parts(alltoall.PHASES, split_phase=True).items()
+            for name, (struct, call) in split_entries(alltoall.PHASES, split_phase=True).items()
         ]
     return build_library(emulated_tree(mutation), "\n".join(lines) + "\n", defines=defines)
 
@@ -122,7 +122,7 @@ def compile_low(shape: LowLatencyShape, *, defines: Sequence[str] = ()) -> Path:
     """Return the shared library of all kernels of a LowLatencyShape."""
     entries = "".join(
         entry(name, struct.__name__, call)
-        for name, (struct, call) in in_parts(lowlatency.PHASES, split_phase=True).items()
+        for name, (struct, call) in split_entries(lowlatency.PHASES, split_phase=True).items()
     )
     text = (
         "#include <weft/lowlatency/combine.cuh>\n"
@@ -176,7 +176,7 @@ class EmulatedGroups(Emulated):
         ctas, threads = ((1, 32), (3, 96))[next(self._turns) // 2 % 2]
         if name == "gather":
             args.within, args.before = self._within.data_ptr(), self._before.data_ptr()
-            self.launch("group", args, self._tiles, COUNTING)
+            self.launch("group", args, self._tiles, COUNT_THREADS)
         self.launch(name, args, ctas, threads)
 
 

@@ -284,12 +284,14 @@ def largest_frame(cubin: bytes) -> int:
 )
 def test_kernels_exist_do_not_spill_and_keep_their_order(name: str, arch: str) -> None:
     code = KERNELS[name]()
-    cubin = code.program.cubin(arch)
-    assert all(code.program.kernel(entry).encode() in cubin for entry in code.program.entry_points)
+    cubin = code.program.compile_cubin(arch)
+    assert all(
+        code.program.kernel_name(entry).encode() in cubin for entry in code.program.entry_points
+    )
     if arch == "sm_90a" or code.everywhere:
         assert largest_frame(cubin) <= code.frame, frames(cubin)
     if arch == "sm_90a" and code.profiled is not None:
-        profiled = code.program.cubin(arch, defines=(DEFINE,))
+        profiled = code.program.compile_cubin(arch, defines=(DEFINE,))
         assert largest_frame(profiled) <= code.profiled, frames(profiled)
     kernels = {kernel: verbs(each) for kernel, each in strong_accesses(cubin).items()}
     for kernel, expected in code.verbs.items():
@@ -305,7 +307,7 @@ def test_kernels_exist_do_not_spill_and_keep_their_order(name: str, arch: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek-v3", "low latency", "all-reduce"])
 def test_kernels_compile_with_fault_points(name: str) -> None:
-    assert KERNELS[name]().program.cubin("sm_90a", defines=FAULTS)
+    assert KERNELS[name]().program.compile_cubin("sm_90a", defines=FAULTS)
 
 
 @pytest.mark.slow
@@ -313,14 +315,16 @@ def test_kernels_compile_with_fault_points(name: str) -> None:
 def test_a_compile_error_shows_the_generated_entry(define: str) -> None:
     name = "low latency" if define.startswith("low") else "deepseek-v3"
     with pytest.raises(CompileError, match="__launch_bounds__"):
-        KERNELS[name]().program.cubin("sm_90a", defines=(define,))
+        KERNELS[name]().program.compile_cubin("sm_90a", defines=(define,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combine", ["push", "push_fp8", "gemm_push"])
 def test_all_rows_of_a_token_are_loaded_before_the_first_is_used(combine: str) -> None:
     program = groups(replace(FEW, combine=combine), "contiguous", 32, 8192, 1).program
-    code = disassemble(program.cubin("sm_90a")).partition(f".text.{program.kernel('send')}:")[2]
+    code = disassemble(program.compile_cubin("sm_90a")).partition(
+        f".text.{program.kernel_name('send')}:"
+    )[2]
     code = code.partition(".text.")[0]
     used = re.search(r"\bSTG\.E\.NA\.128|\bFMUL", code)
     assert used

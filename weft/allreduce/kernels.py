@@ -45,7 +45,7 @@ def cpu_program(config: ReduceConfig) -> Program:
     """Return the C++ program, in which one function of a backend serves rows and prologues."""
     return Program(
         name="allreduce",
-        what="all-reduce",
+        label="all-reduce",
         ranks=config.ranks,
         headers=("allreduce/cpu.cpp",),
         constants=f"constexpr weft::Reduction R = {config.to_cpp()};\n",
@@ -115,22 +115,22 @@ class CudaReduceKernels(CudaKernels):
         if key not in self._resident:
             self._resident[key] = cluster * min(
                 self._module.get_max_active_clusters(
-                    self._program.kernel(name + end), threads, cluster
+                    self._program.kernel_name(name + end), threads, cluster
                 )
                 for end in ("", MOE)
             )
         return self._resident[key]
 
-    def _find(self, name: str, tokens: int) -> Launch:
+    def _build_launch(self, name: str, tokens: int) -> Launch:
         backend = name.removesuffix(MOE)
         p = self._plan(backend, tokens)
         is_short = tokens * self._config.vectors < LONG * self._config.ranks
-        programmatic = self._build.programmatic and is_short
+        use_pdl = self._build.use_pdl and is_short
         may_stay = backend == "oneshot" and _uses_resident_grid(self._config)
         if may_stay and p.ctas > self.resident(backend, p.threads, p.cluster):
             p = self._plan("oneshot_resident", tokens)
             name = name.replace(backend, "oneshot_resident")
-        launcher = self._launcher(name, programmatic=programmatic, cluster=p.cluster)
+        launcher = self._get_launcher(name, use_pdl=use_pdl, cluster=p.cluster)
         return Launch(launcher, (p.ctas, 1, 1), p.threads, (("pushers", p.pushers),))
 
     def _plan(self, name: str, tokens: int) -> ReducePlan:

@@ -21,7 +21,7 @@ from weft.runtime.kernels import (
     Kernels,
     Launch,
     Program,
-    in_parts,
+    split_entries,
 )
 from weft.runtime.layout import vector_bytes
 from weft.runtime.stream import loading_context
@@ -53,13 +53,13 @@ def cpu_program(shape: Shape) -> Program:
     """Return the C++ program of a Shape; it always has both halves of each phase."""
     return Program(
         name="alltoall",
-        what="all-to-all",
+        label="all-to-all",
         ranks=shape.ranks,
         headers=("alltoall/cpu.cpp",),
         constants=f"constexpr weft::Shape S = {shape.to_cpp()};\n",
         entry_points={
             name: (struct, call.replace("S, rank", "S"))
-            for name, (struct, call) in in_parts(PHASES, split_phase=True).items()
+            for name, (struct, call) in split_entries(PHASES, split_phase=True).items()
         },
         offsets=Offsets.from_shape(shape).expected_offsets(),
     )
@@ -67,7 +67,7 @@ def cpu_program(shape: Shape) -> Program:
 
 def cuda_program(shape: Shape, rank: int, *, split_phase: bool = False) -> Program:
     """Return the CUDA program of a Shape on one rank."""
-    program, entries = cpu_program(shape), in_parts(PHASES, split_phase=split_phase)
+    program, entries = cpu_program(shape), split_entries(PHASES, split_phase=split_phase)
     return replace(
         program,
         headers=("alltoall/combine.cuh", "alltoall/dispatch.cuh"),
@@ -84,11 +84,11 @@ class CudaAllToAll(CudaKernels):
         super().__init__(cuda_program(shape, rank, split_phase=build.split_phase), build)
         self._shape, self._in_vectors = shape, _in_vectors(shape)
 
-    def _find(self, name: str, tokens: int) -> Launch:
+    def _build_launch(self, name: str, tokens: int) -> Launch:
         p = self._plan(name, tokens)
-        programmatic = self._build.programmatic and tokens * self._in_vectors < PROGRAMMATIC_LIMIT
+        use_pdl = self._build.use_pdl and tokens * self._in_vectors < PROGRAMMATIC_LIMIT
         fields = (("pushers", p.pushers), ("strips", p.strips)) if p.strips else ()
-        launcher = self._launcher(name, programmatic=programmatic)
+        launcher = self._get_launcher(name, use_pdl=use_pdl)
         return Launch(launcher, (p.workers, p.chunks, 1), p.threads, fields)
 
     def _plan(self, name: str, tokens: int) -> Plan:
@@ -96,7 +96,7 @@ class CudaAllToAll(CudaKernels):
         pushes = shape.combine in ("push", "push_fp8")
 
         def per_sm(threads: int) -> int:
-            return self._per_sm(name, threads)
+            return self._max_ctas_per_sm(name, threads)
 
         if name == "dispatch_receive" or (name == "combine_send" and not pushes):
             return Plan(workers=1, chunks=1, threads=64)  # flags only
@@ -131,7 +131,7 @@ class CudaAllToAll(CudaKernels):
         slots = max(tokens, min(shape.tokens, 8)) * shape.ranks
         summed = tokens if name == "combine" else 0
         return plan_combine_fp8(
-            summed, slots, shape.hidden, sms=self._sms, per_sm=per_sm, whole=self._whole
+            summed, slots, shape.hidden, sms=self._sms, per_sm=per_sm, whole=self._uses_all_sms
         )
 
 

@@ -62,7 +62,7 @@ def entry_program(name: str, shape: Shape, *, device: bool) -> Program:
     """Return the program of one of ENTRIES for a Shape."""
     return Program(
         name="packed",
-        what="normal mode",
+        label="normal mode",
         ranks=shape.ranks,
         headers=(f"compat/packed_rows{'.cuh' if device else '_cpu.hpp'}",),
         constants=f"constexpr weft::Shape S = {shape.to_cpp()};\n",
@@ -82,11 +82,13 @@ class CudaPackedEntries(CudaKernels):
         super().__init__(entry_program(name, shape, device=True), build)
         self._warps = most_rows * -(-shape.out_bytes // PIECE_BYTES)
         # Load it now: later, a peer's kernel may be spinning.
-        self._launches[name, 0] = self._find(name, 0)
+        self._launches[name, 0] = self._build_launch(name, 0)
 
-    def _find(self, name: str, tokens: int) -> Launch:
-        ctas = min(-(-self._warps * 32 // THREADS), self._sms * self._per_sm(name, THREADS))
-        launcher = self._launcher(name, programmatic=self._build.programmatic)
+    def _build_launch(self, name: str, tokens: int) -> Launch:
+        ctas = min(
+            -(-self._warps * 32 // THREADS), self._sms * self._max_ctas_per_sm(name, THREADS)
+        )
+        launcher = self._get_launcher(name, use_pdl=self._build.use_pdl)
         return Launch(launcher, (ctas, 1, 1), THREADS)
 
 

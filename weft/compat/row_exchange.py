@@ -124,7 +124,7 @@ class RowDispatch(RowExchange):
         payloads = [Payload((size,), torch.uint8) for size in row_bytes]
         super().__init__(group, max_tokens, {"payloads": payloads, **options})
         config = GroupConfig("contiguous", 1, group.size * max_tokens, 1)
-        self._packed = self._prepare(lambda: RowGroups(self.a2a, config, True, own_rows=False))
+        self._packed = self._prepare(lambda: RowGroups(self.a2a, config, True, has_rows=False))
 
     def run(
         self, payloads: Sequence[torch.Tensor], ranks: torch.Tensor, into: Sequence[torch.Tensor]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of grouping: checked sizes and kernel arguments."""
+"""Config and kernel arguments of grouping."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class GroupArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """Sizes of grouping, in addition to the Shape. Mirrors `weft::Grouping` in grouping/layout.cuh.
+    """Sizes of the groups, besides the Shape. Mirrors `weft::Grouping` in grouping/layout.cuh.
 
     Attributes:
         packing: "contiguous" or "masked".
         groups: Number of local experts, at least 1.
-        rows: Rows that all groups share (contiguous), or rows of each group (masked).
-        align: Groups start at multiples of it.
+        rows: Rows of all groups together (contiguous), or rows of each group (masked).
+        align: Alignment of the first row of each group.
         tile: Tokens that one CTA counts.
     """
 
@@ -67,7 +67,7 @@ class GroupConfig:
         return self.rows if self.packing == "contiguous" else self.groups * self.rows
 
     def tiles(self, shape: Shape) -> int:
-        """Return the number of tiles of all sources: CTAs of the counting kernel."""
+        """Return the number of tiles of all sources, which is the grid of the counting kernel."""
         return shape.ranks * -(-shape.tokens // TILE)
 
     def to_cpp(self) -> str:
@@ -75,7 +75,7 @@ class GroupConfig:
         return to_cpp(self, "weft::Grouping")
 
 
-def expert_group_config(
+def build_group_config(
     config: AllToAllConfig, experts: int, max_rows: int | None, align: int, layout: Layout
 ) -> GroupConfig:
     """Check the arguments of `ExpertGroups` and build its config.
@@ -83,18 +83,20 @@ def expert_group_config(
     Args:
         config: Config of the all-to-all.
         experts: Number of local experts.
-        max_rows: As in `ExpertGroups`; None for the worst case.
-        align: As in `ExpertGroups`.
-        layout: As in `ExpertGroups`.
+        max_rows: See `ExpertGroups`; None for the worst case.
+        align: See `ExpertGroups`.
+        layout: See `ExpertGroups`.
 
     Raises:
-        InvalidArgument: a value is out of range; names the value and its limits.
+        InvalidArgument: a value is out of range.
     """
     shape = config.shape
     check_choice("layout", layout, get_args(Layout))
     align = check_int("align", align, 1, MAX_ALIGN)
     if experts > MAX_GROUPS:
-        raise InvalidArgument(f"{experts} local experts; grouping serves at most {MAX_GROUPS}")
+        raise InvalidArgument(
+            f"{experts} local experts exceed the limit of {MAX_GROUPS} of grouping"
+        )
     if max_rows is None:
         tokens = shape.ranks * shape.tokens
         if layout == "masked":
@@ -102,14 +104,14 @@ def expert_group_config(
         else:
             entries = tokens * min(shape.top_k, experts)
             max_rows = (entries + min(experts, entries) * (align - 1)) // align * align
-            max_rows = max(max_rows, align)  # a rank without experts has a buffer, too
+            max_rows = max(max_rows, align)  # a rank without experts also allocates a buffer
     max_rows = check_int("max_rows", max_rows, 1, MAX_ROWS)
     if max_rows % align:
         raise_invalid("max_rows", max_rows, f"a positive multiple of align, {align}")
     total = max_rows * (max(experts, 1) if layout == "masked" else 1)
     if total > MAX_ROWS:
         raise InvalidArgument(
-            f"{layout} rows for {experts} experts with max_rows={max_rows} are {total}; at most "
-            f"{MAX_ROWS} can be numbered: pass a smaller max_rows"
+            f"{layout} layout of {experts} experts with max_rows={max_rows} has {total} rows, "
+            f"which exceeds the limit of {MAX_ROWS}: pass a smaller max_rows"
         )
     return GroupConfig(layout, max(experts, 1), max_rows, align)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing of received rows by expert for grouped GEMMs, and the return of their results.
+"""Packing of received rows by expert for grouped GEMMs, and the return of the results.
 
-A `Received` has a slot for every token that could arrive; most are empty. `ExpertGroups` packs the
-received rows, expert after expert. The order depends on the ids alone (source rank, token, top-k
-index), so equal rounds give equal bits. See docs/user/grouping.md.
+A `Received` has a slot for every token that could arrive, and most slots are empty. `ExpertGroups`
+packs the received rows by expert. Their order depends only on the ids (source rank, token, top-k
+index), so equal rounds give bitwise equal results. See docs/user/grouping.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.alltoall.received import Received
 from weft.arguments import check_bools, check_instance
 from weft.cuda.driver import relaxed_capture
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.grouping.config import GroupArgs, GroupConfig, Layout, expert_group_config
+from weft.grouping.config import GroupArgs, GroupConfig, Layout, build_group_config
 from weft.grouping.kernels import load_kernels
 from weft.runtime.ambient import plain_tensors
 from weft.runtime.check import check_alignment, check_tensor
@@ -29,17 +29,17 @@ from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import one_call
 from weft.runtime.stream import synchronize_stream
 
-# The fix if a call does not support the all-to-all's combine mode.
+# Reason and fix if a call does not support the combine mode of the all-to-all.
 COMBINE_FIXES = {
-    "scatter": "its rows are summed at their owners: use send, or combine='pull' or 'push'",
-    "send": "owners fetch the rows: use scatter, or combine='push' or 'gemm_push'",
-    "sent": "its rows have no addresses: use send, or combine='gemm_push'",
+    "scatter": "its rows are summed by their owners: use send, or combine='pull' or 'push'",
+    "send": "its rows are fetched by their owners: use scatter, or combine='push' or 'gemm_push'",
+    "sent": "its rows have no dst_addr: use send, or combine='gemm_push'",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Rows by expert: views of buffers that the next gather overwrites.
+    """Rows grouped by expert, as views of buffers that the next gather overwrites.
 
     `R` is `[max_rows]` (contiguous) or `[local_experts, max_rows]` (masked).
 
@@ -69,7 +69,7 @@ class Grouped:
 
 
 class Buffers(NamedTuple):
-    """All memory of one object; sizes in grouping/layout.cuh."""
+    """Memory of one RowGroups; grouping/layout.cuh documents the sizes."""
 
     rows: tuple[torch.Tensor, ...]
     slot: torch.Tensor
@@ -83,19 +83,19 @@ class Buffers(NamedTuple):
     dst_addr: torch.Tensor
 
     @classmethod
-    def make(
+    def allocate(
         cls,
         a2a: AllToAllConfig,
         config: GroupConfig,
         device: torch.device,
         *,
         on_gpu: bool,
-        own_rows: bool = True,
+        has_rows: bool = True,
     ) -> Buffers:
-        """Allocate all buffers.
+        """Allocate all buffers, filled with zeros.
 
-        They are zeroed, so that a masked GEMM reads finite values from rows that were never
-        written. Without `own_rows` there are no payload rows, and each gather passes its own.
+        A masked GEMM therefore reads finite values from rows that were never written. Without
+        `has_rows` there are no payload rows, and each gather gets them from its caller.
         """
         shape, total = a2a.shape, config.total
         entries = (shape.ranks, shape.tokens, shape.top_k)
@@ -107,14 +107,14 @@ class Buffers(NamedTuple):
             rows=tuple(
                 zeros(total * size, dtype=torch.uint8).view(p.dtype).view(total, *p.shape)
                 for p, size in zip(a2a.payloads, shape.row_bytes, strict=True)
-                if own_rows
+                if has_rows
             ),
             slot=zeros(total),
             weight=zeros(total, dtype=torch.float32),
             offsets=zeros(config.groups + 1),
             counts=zeros(config.groups),
             position=zeros(*entries),
-            # Counts that the first of the GPU's two passes hands to the second.
+            # Counts that the first of two kernels passes to the second.
             within=zeros(*(entries if on_gpu else (0,))),
             before=zeros(config.tiles(shape) if on_gpu else 0, config.groups),
             arrived=zeros(1),
@@ -122,36 +122,36 @@ class Buffers(NamedTuple):
         )
 
     def bytes(self) -> int:
-        """Return the bytes of all buffers."""
+        """Return the total size in bytes."""
         tensors = (*self.rows, *self[1:])
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class RowGroups:
-    """Grouping of the rows of one all-to-all: buffers, kernels and the order of calls.
+    """Base of objects that group the rows of an all-to-all: buffers, kernels and call order.
 
     Args:
-        a2a: All-to-all whose rounds are grouped.
+        a2a: All-to-all whose rows are grouped.
         config: Sizes of the groups.
-        programmatic: Whether kernels use programmatic dependent launch.
-        own_rows: As in `Buffers.make`.
+        use_pdl: Whether kernels use programmatic dependent launch.
+        has_rows: See `Buffers.allocate`.
     """
 
     def __init__(
-        self, a2a: AllToAll, config: GroupConfig, programmatic: bool, *, own_rows: bool = True
+        self, a2a: AllToAll, config: GroupConfig, use_pdl: bool, *, has_rows: bool = True
     ) -> None:
         a2a.check_running()
         shape, device = a2a.config.shape, a2a.group.device
         self._a2a, self.config = a2a, config
         self.begin_call, self.end_call = a2a.begin_call, a2a.end_call
         self.debug_checks = a2a.debug_checks
-        self._gathered = 0  # number of the round whose rows are grouped
+        self._gathered_round = 0  # number of the round whose rows are grouped
         sends = shape.combine != "pull" and a2a.build.split_phase
-        build = Build(programmatic=programmatic, defines=a2a.build.defines)
+        build = Build(use_pdl=use_pdl, defines=a2a.build.defines)
         self._kernels: Kernels | None = load_kernels(device, shape, config, build, sends=sends)
         on_gpu = device.type == "cuda"
         with relaxed_capture(device), plain_tensors():
-            buffers = Buffers.make(a2a.config, config, device, on_gpu=on_gpu, own_rows=own_rows)
+            buffers = Buffers.allocate(a2a.config, config, device, on_gpu=on_gpu, has_rows=has_rows)
             synchronize_stream(device)
         self._buffers = buffers
         self._args = GroupArgs(site=a2a.site, row_limit=config.total)
@@ -162,28 +162,31 @@ class RowGroups:
         a2a.on_restart(self._discard_calls)
 
     def _discard_calls(self) -> None:
-        """Clear the counter of a broken round, and addresses at ranks that are gone."""
+        """Clear the counter of an unfinished round, and addresses in the memory of dead ranks."""
         if self._kernels is not None:
             self._buffers.arrived.zero_()
             self._buffers.dst_addr.zero_()
-            self._gathered = 0
+            self._gathered_round = 0
 
     @one_call("gather")
     def _gather_rows(self, received: Received, into: Sequence[torch.Tensor] = ()) -> None:
-        """Group the rows of this round's dispatch.
+        """Group the rows of the last dispatch.
 
-        into: Outputs if there are no own buffers: for each payload a contiguous `[rows, *row]` on
-            the device, with equal numbers of rows. Rows that do not fit are dropped and reported.
+        Args:
+            received: Result of that dispatch.
+            into: Buffers to write without `has_rows`: a contiguous `[rows, *row]` on the device for
+                each payload, with equal numbers of rows. Rows that do not fit are dropped and
+                reported.
         """
-        kernels = self._running("gather")
+        kernels = self._check_in_round("gather")
         check_instance(
             "received", received, Received, "pass what dispatch of this all-to-all returned"
         )
         expected, actual = self._a2a.latest_received.ids.data_ptr(), received.ids.data_ptr()
         if expected != actual:
             raise InvalidArgument(
-                f"received has its ids at {actual:#x}, this all-to-all at {expected:#x}: "
-                "pass what its own dispatch returned, not a copy"
+                f"received.ids is at {actual:#x}, but the ids of this all-to-all are at "
+                f"{expected:#x}: pass the result of its own dispatch, not a copy"
             )
         self._args.source_rows = self._a2a.source_rows()
         if not self._buffers.rows:
@@ -191,7 +194,7 @@ class RowGroups:
                 self._args.rows[plane] = rows.data_ptr()
             self._args.row_limit = min(len(into[0]), self.config.total)
         kernels.run("gather", self._args, 0)
-        self._gathered = self._a2a._round
+        self._gathered_round = self._a2a._round
 
     def close(self) -> None:
         """Unload the kernels after they have finished, and free the buffers."""
@@ -203,16 +206,20 @@ class RowGroups:
         finally:
             del self._buffers
 
-    def _open(self, doing: str) -> Kernels:
+    def _check_open(self, call: str) -> Kernels:
+        """Return the kernels. Raises OutOfOrder after close."""
         if self._kernels is None:
-            raise OutOfOrder(f"{doing} after close: make a new one")
+            raise OutOfOrder(f"{call} after close: create a new object")
         self._a2a.check_running()
         return self._kernels
 
-    def _running(self, doing: str) -> Kernels:
-        kernels = self._open(doing)
+    def _check_in_round(self, call: str) -> Kernels:
+        """Return the kernels. Raises OutOfOrder unless a dispatch awaits its combine."""
+        kernels = self._check_open(call)
         if self._a2a._state is not State.RECEIVED:
-            raise OutOfOrder(f"{doing} outside of a round: call it after dispatch, before combine")
+            raise OutOfOrder(
+                f"{call} outside of a round: call it after dispatch and before combine"
+            )
         return kernels
 
 
@@ -220,14 +227,14 @@ class ExpertGroups(RowGroups):
     """Pack the rows of each local expert, and scatter the experts' results into `output()`.
 
     The constructor allocates all memory. A call allocates nothing, does not synchronise with the
-    host, waits for no peer, and may be captured between the dispatch and the combine of its round.
+    host or wait for a peer, and may be captured between the dispatch and the combine of its round.
     Entries beyond max_rows get no row and count as zero; `a2a.check()` then raises TokenOverflow.
 
     Args:
-        a2a: All-to-all whose rounds are grouped. It must stay open.
+        a2a: All-to-all whose rows are grouped. It must stay open.
         max_rows: Contiguous: rows of the buffer with padding. Masked: rows of each expert. Default:
-            the worst case, `ep_size * max_tokens * min(top_k, local_experts)` rows and `align - 1`
-            more for each expert; masked, `ep_size * max_tokens`.
+            the worst case, which is `ep_size * max_tokens * min(top_k, local_experts)` rows and
+            `align - 1` more for each expert or, if masked, `ep_size * max_tokens`.
         align: Alignment of each expert's first row; max_rows must be a multiple.
         layout: "contiguous": one expert after the other. "masked": max_rows rows for each expert.
         programmatic_launch: As in AllToAll.
@@ -249,7 +256,7 @@ class ExpertGroups(RowGroups):
         check_bools(programmatic_launch=programmatic_launch)
         _check_a2a(a2a)
         self.layout, self.num_local_experts = layout, a2a.num_local_experts
-        config = expert_group_config(a2a.config, self.num_local_experts, max_rows, align, layout)
+        config = build_group_config(a2a.config, self.num_local_experts, max_rows, align, layout)
         super().__init__(a2a, config, programmatic_launch)
         self.max_rows, self.align = config.rows, config.align
         experts, buffers = self.num_local_experts, self._buffers
@@ -278,19 +285,19 @@ class ExpertGroups(RowGroups):
         align: int = 1,
         layout: Layout = "contiguous",
     ) -> int:
-        """Return the bytes that an ExpertGroups of these arguments allocates on this rank.
+        """Return the bytes that an ExpertGroups with these arguments allocates on this rank.
 
         Args:
-            a2a: As in the constructor.
-            max_rows: As in the constructor.
-            align: As in the constructor.
-            layout: As in the constructor.
+            a2a: See the constructor.
+            max_rows: See the constructor.
+            align: See the constructor.
+            layout: See the constructor.
 
         Raises:
             InvalidArgument: an argument is invalid.
         """
         _check_a2a(a2a)
-        config = expert_group_config(a2a.config, a2a.num_local_experts, max_rows, align, layout)
+        config = build_group_config(a2a.config, a2a.num_local_experts, max_rows, align, layout)
         return buffer_bytes(a2a.config, config, a2a.group.device)
 
     def gather(self, received: Received) -> Grouped:
@@ -326,11 +333,11 @@ class ExpertGroups(RowGroups):
             OutOfOrder: there was no gather in this round.
             GroupError: the group is broken.
         """
-        kernels = self._running("scatter")
+        kernels = self._check_in_round("scatter")
         self._check_combine("scatter", ("pull", "push", "push_fp8"))
-        self._set_results(y, "scatter")
+        self._bind_results(y, "scatter")
         kernels.run("scatter", self._args, 0)
-        self._gathered = 0
+        self._gathered_round = 0
 
     @one_call("send")
     def send(self, y: torch.Tensor) -> None:
@@ -348,58 +355,58 @@ class ExpertGroups(RowGroups):
             OutOfOrder: there was no gather in this round.
             GroupError: the group is broken.
         """
-        kernels = self._open("send")
+        kernels = self._check_open("send")
         self._check_combine("send", ("push", "push_fp8", "gemm_push"))
         self._a2a.expect_state(State.RECEIVED, "send")
-        self._set_results(y, "send")
+        self._bind_results(y, "send")
         kernels.run("send", self._args, 0)
         self._a2a.mark_sent()
-        self._gathered = 0
+        self._gathered_round = 0
 
     def sent(self) -> None:
-        """Publish to the peers that every result has been stored at its `Grouped.dst_addr`.
+        """Signal the peers that every result has been stored at its `Grouped.dst_addr`.
 
-        Call it after the kernels that stored the rows, in stream order, and then `combine_recv`.
-        (`combine` does both.) Needs split_phase=True and combine="gemm_push".
+        Call it after the kernels that store the rows, in stream order, and then `combine_recv`;
+        `combine` does both. Needs split_phase=True and combine="gemm_push".
 
         Raises:
             InvalidArgument: the all-to-all was built with other options.
             OutOfOrder: there was no gather in this round.
             GroupError: the group is broken.
         """
-        self._running("sent")
+        self._check_in_round("sent")
         self._check_combine("sent", ("gemm_push",))
         self._check_gathered("sent")
         self._a2a.combine_send()
-        self._gathered = 0
+        self._gathered_round = 0
 
     def close(self) -> None:
-        """Free memory and kernels. Waits for this rank's own work. Idempotent."""
+        """Free the memory and unload the kernels after this rank's work. Idempotent."""
         super().close()
         vars(self).pop("_grouped", None)
 
-    def _set_results(self, y: torch.Tensor, doing: str) -> None:
-        """Check the results of this round's rows, and set their address in the arguments."""
-        self._check_gathered(doing)
+    def _bind_results(self, y: torch.Tensor, call: str) -> None:
+        """Check the experts' results and set their address in the kernel arguments."""
+        self._check_gathered(call)
         a2a = self._a2a
         check_tensor("y", y, shape=self._y_shape, dtypes=(a2a.dtype,), device=a2a.group.device)
         check_alignment("y", y, a2a.config.shape.out_bytes)
         self._args.y = y.data_ptr()
 
-    def _check_gathered(self, doing: str) -> None:
-        if self._gathered != self._a2a._round:
-            raise OutOfOrder(f"{doing} without a gather: gather what this round's dispatch brought")
+    def _check_gathered(self, call: str) -> None:
+        if self._gathered_round != self._a2a._round:
+            raise OutOfOrder(f"{call} without a gather: call gather after this round's dispatch")
 
-    def _check_combine(self, doing: str, supported: tuple[str, ...]) -> None:
-        """Raise InvalidArgument if a call does not support the all-to-all's combine mode."""
+    def _check_combine(self, call: str, supported: tuple[str, ...]) -> None:
+        """Raise InvalidArgument if a call does not support the combine mode of the all-to-all."""
         combine = self._a2a.config.shape.combine
         if combine not in supported:
             raise InvalidArgument(
-                f"{doing} on an all-to-all with combine={combine!r}; {COMBINE_FIXES[doing]}"
+                f"{call} on an all-to-all with combine={combine!r}; {COMBINE_FIXES[call]}"
             )
-        if doing != "scatter" and not self._a2a.build.split_phase:
+        if call != "scatter" and not self._a2a.build.split_phase:
             raise InvalidArgument(
-                f"{doing} on an all-to-all built without split_phase; pass split_phase=True"
+                f"{call} on an all-to-all built without split_phase; pass split_phase=True"
             )
 
 
@@ -411,6 +418,6 @@ def _check_a2a(a2a: AllToAll) -> None:
 
 
 def buffer_bytes(a2a: AllToAllConfig, config: GroupConfig, device: torch.device) -> int:
-    """Return the bytes that an object of this config allocates on a rank's device."""
+    """Return the bytes that `ExpertGroups` allocates on a rank's device for a config."""
     on_gpu = device.type == "cuda"
-    return Buffers.make(a2a, config, torch.device("meta"), on_gpu=on_gpu).bytes()
+    return Buffers.allocate(a2a, config, torch.device("meta"), on_gpu=on_gpu).bytes()

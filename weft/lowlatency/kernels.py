@@ -25,7 +25,7 @@ from weft.runtime.kernels import (
     Kernels,
     Launch,
     Program,
-    in_parts,
+    split_entries,
 )
 from weft.runtime.stream import loading_context
 
@@ -60,11 +60,11 @@ def cpu_program(shape: LowLatencyShape) -> Program:
     """Return the C++ program of a shape; it always has both halves of each phase."""
     return Program(
         name="lowlatency",
-        what="all-to-all",
+        label="all-to-all",
         ranks=shape.ranks,
         headers=("lowlatency/dispatch_cpu.hpp", "lowlatency/combine_cpu.hpp"),
         constants=f"constexpr weft::LowLatencyShape S = {shape.to_cpp()};\n",
-        entry_points=in_parts(PHASES, split_phase=True),
+        entry_points=split_entries(PHASES, split_phase=True),
         offsets=LowLatencyOffsets.from_shape(shape).expected_offsets(),
         structs=(RoutingRecord, trace_record(shape.ranks)),
     )
@@ -72,7 +72,7 @@ def cpu_program(shape: LowLatencyShape) -> Program:
 
 def cuda_program(shape: LowLatencyShape, *, split_phase: bool = False) -> Program:
     """Return the CUDA program of a shape."""
-    entries = in_parts(PHASES, split_phase=split_phase)
+    entries = split_entries(PHASES, split_phase=split_phase)
     # Many FP8 rows per token, or many peers, need more registers: two CTAs per SM, not three.
     rows = shape.ranks if shape.reduce == "sender" else shape.top_k
     per_sm = {
@@ -94,12 +94,12 @@ class CudaLowLatency(CudaKernels):
         super().__init__(cuda_program(shape, split_phase=build.split_phase), build)
         self._shape = shape
 
-    def _find(self, name: str, tokens: int) -> Launch:
+    def _build_launch(self, name: str, tokens: int) -> Launch:
         """Return a launch whose CTAs are co-resident."""
         threads = FEW_THREADS if tokens <= FEW_TOKENS else THREADS
-        resident = self._sms * self._per_sm(name, threads)
+        resident = self._sms * self._max_ctas_per_sm(name, threads)
         p = plan_low(self._shape, name, tokens, threads, self._sms, resident)
-        launcher = self._launcher(name, programmatic=self._build.programmatic)
+        launcher = self._get_launcher(name, use_pdl=self._build.use_pdl)
         return Launch(launcher, (p.ctas, 1, 1), p.threads, (("senders", p.senders),))
 
 

@@ -9,7 +9,7 @@ from weft.alltoall.config import AllToAllConfig, AllToAllSpec
 from weft.arguments import check_int
 from weft.errors import InvalidArgument
 from weft.group.hosts import resolve_device
-from weft.grouping.config import expert_group_config
+from weft.grouping.config import build_group_config
 from weft.grouping.operator import buffer_bytes
 from weft.lowlatency.config import LowLatencyConfig, LowLatencySpec
 from weft.moe.layer.choice import AUTO
@@ -75,7 +75,7 @@ def _plan_memory(
         shared, placement = exchange.share_bytes, exchange.placement
         experts = max(len(placement.experts_of(rank)) for rank in range(ranks))
         layout = select_layout(plan, device)
-        grouping = expert_group_config(exchange, experts, options.max_rows, 1, layout)
+        grouping = build_group_config(exchange, experts, options.max_rows, 1, layout)
         ordinary += buffer_bytes(exchange, grouping, device)
         rows = (experts, grouping.rows) if layout == "masked" else (grouping.rows,)
     buffers = make_experts(
