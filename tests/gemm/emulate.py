@@ -210,7 +210,7 @@ class EmulatedHopper:
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         """Let calls with a WgmmaPlan and CPU tensors run the kernels."""
-        patch.setattr(reference, "compute", self.compute)
+        patch.setattr(reference, "run_reference", self.compute)
         patch.setattr(kernels, "encode_tensor_map", tensor_map)
 
     def compute(self, call: GemmCall, plan: WgmmaPlan) -> None:

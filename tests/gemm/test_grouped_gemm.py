@@ -121,7 +121,7 @@ def kernel(device: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang_tensor", patched)
         patch.setattr(interpreter, "_convert_float", converted)
-        patch.setattr(reference, "compute", interpret)
+        patch.setattr(reference, "run_reference", interpret)
         yield
 
 

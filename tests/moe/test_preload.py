@@ -64,7 +64,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
         if isinstance(plan, WgmmaPlan):
             kinds.add(GemmShape.from_call(call, plan))
 
-    monkeypatch.setattr(reference, "compute", compute)
+    monkeypatch.setattr(reference, "run_reference", compute)
     return kinds
 
 
