@@ -51,7 +51,9 @@ def test_an_all_reduce_and_a_recovery_are_of_one_host(group: weft.Group) -> None
     words = "a group of 2 machines cannot recover, nor can the local group of one of its hosts"
     meeting = group.local.open_meeting()
     for call in (group.recover, group.local.recover, lambda: group.local.replace(meeting)):
-        with pytest.raises(InvalidArgument, match=f"{words}: end the job on all .* a new group$"):
+        with pytest.raises(
+            InvalidArgument, match=f"{words}: restart the job on all .* a new group$"
+        ):
             call()
 
 
