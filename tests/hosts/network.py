@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network namespaces as hosts on one switch, whose links can be cut, slowed and counted.
+"""Network namespaces as hosts on one switch, whose links can be cut, limited and counted.
 
 Ranks are processes with the environment that torchrun would give them. Where namespaces may not
 be made, hosts are told apart by WEFT_HOST alone and share the loopback; then no link can be cut.
@@ -12,10 +12,9 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -63,30 +62,6 @@ class Network:
     def mend(self, host: int) -> None:
         """Undo `cut`."""
         ip("-n", self._of("switch"), "link", "set", f"port{host}", "up")
-
-    @contextmanager
-    def relayed(self, delay: float) -> Iterator[Callable[[float], None]]:
-        """Delay frames between two hosts by some seconds; the yielded function changes that."""
-        assert self.hosts == 2
-        ports = [f"port{host}" for host in range(2)]
-        for host, port in enumerate(ports):
-            ip("-n", self._of("switch"), "link", "set", port, "nomaster")
-            whole = "from tests.hosts.relay import send_whole_frames as f; f('eth0')"
-            words = ["ip", "netns", "exec", self._of(host), sys.executable, "-c", whole]
-            subprocess.run(words, cwd=ROOT, check=True)
-        words = ["ip", "netns", "exec", self._of("switch"), sys.executable, "-m"]
-        words += ["tests.hosts.relay", *ports]
-        with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, text=True) as relay:
-            assert relay.stdin is not None
-            lines = relay.stdin
-
-            def take(seconds: float) -> None:
-                print(seconds, file=lines, flush=True)
-
-            take(delay)
-            yield take
-            lines.close()
-            assert relay.wait(10.0) == 0
 
     def limit(self, rate: str) -> None:
         """Limit the rate at which each host sends and receives, such as "1gbit"."""

@@ -122,38 +122,3 @@ def test_a_link_that_stalls_within_the_deadline_is_waited_for():
         time.sleep(0.4)
         network.mend(1)
         assert job.results(range(4)) == [{"error": None, "rounds": 400}] * 4
-
-
-def delayed(group: weft.Group, folder: Path) -> dict[str, Any]:
-    """Run `endless` with slow rounds, and return the time that they took."""
-    began = time.monotonic()
-    return endless(group, folder, ROUNDS) | {"took": time.monotonic() - began}
-
-
-DELAY, ROUNDS = 0.1, 5
-
-
-@campaign
-@needs_links
-def test_a_link_with_delay_within_the_deadline_changes_no_result():
-    with Network(2) as network, network.relayed(DELAY):
-        replies = network.run(2, f"{__name__}:delayed")
-    for each in replies:
-        assert (each["error"], each["rounds"]) == (None, ROUNDS)
-        assert each["took"] >= 2 * DELAY * ROUNDS, "rows go out, and home"
-
-
-@campaign
-@needs_links
-def test_a_link_that_begins_to_delay_beyond_the_deadline_is_an_error():
-    """Nothing is lost, but everything arrives too late."""
-    with Network(2) as network, network.relayed(0.0) as delay:
-        job = network.start(2, ENDLESS, 1_000_000)
-        job.wait_for(3)
-        when = time.monotonic()
-        delay(60.0)
-        replies = dict(enumerate(job.results(range(4))))
-    for each in replies.values():
-        each["after"] = each["when"] - when
-    check_all(replies, "host 0 (host-0)", "host 1 (host-1)")
-    assert any(each["error"] == "RailFailed" for each in replies.values())
