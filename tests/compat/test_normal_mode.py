@@ -229,37 +229,6 @@ def test_deep_eps_own_test(ranks, kind, tokens):
 
 
 @buffered()
-def training(group: weft.Group, buffer: Buffer) -> None:
-    """Run two layers forwards and backwards; the gradient of a dispatch is a combine."""
-    ranks = group.size
-    layers = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1)]
-    kept = []
-    for batches in layers:
-        own, want = on(group, batches[group.rank]), expected(batches, group.rank)
-        args = {**layout(buffer, own), "topk_idx": own.ids, "topk_weights": own.weights}
-        before = buffer.capture()
-        x, _, weights, _, handle, event = buffer.dispatch(
-            own.x, **args, previous_event=before, async_finish=True, allocate_on_comm_stream=True
-        )
-        event.current_stream_wait()
-        assert handle is not None
-        out, _, event = buffer.combine(whole(x), handle, async_finish=True)
-        event.current_stream_wait()
-        same(out, summed(batches[group.rank], ranks))
-        kept.append((batches, own, want, whole(x), weights, handle))
-    for batches, own, want, x, weights, handle in reversed(kept):
-        gradient, *_ = buffer.dispatch(own.x, handle=handle, async_finish=True)
-        same(whole(gradient), want.x)
-        back, of_weights, _ = buffer.combine(whole(gradient), handle, topk_weights=weights)
-        same(back, summed(batches[group.rank], ranks))
-        same(of_weights, torch.where(own.ids >= 0, own.weights, 0.0).cpu())
-        same(x, want.x)  # what the first dispatch returned is its caller's
-    for _ in range(2):  # again, and out of order
-        for batches, _, _, x, _, handle in kept:
-            same(buffer.combine(x, handle)[0], summed(batches[group.rank], ranks))
-
-
-@buffered()
 def biased(group: weft.Group, buffer: Buffer) -> None:
     batches = [batch(r) for r in range(group.size)]
     own = on(group, batches[group.rank])
@@ -618,7 +587,7 @@ def test_streams_and_graphs(ranks, body):
     ranks(2, "cuda")(body)
 
 
-BODIES = [training, biased, wrong_on_one_rank, rows_that_do_not_fit, mixed_handles, sglangs]
+BODIES = [biased, wrong_on_one_rank, rows_that_do_not_fit, mixed_handles, sglangs]
 
 
 @pytest.mark.parametrize("kind", KINDS)
