@@ -352,7 +352,7 @@ def meetings(group: weft.Group) -> None:
     with open(os.devnull) as file:
         passed = {"fd": file.fileno()}
         tried(Row(group.exchange_fds, passed, {"fd": fds, "timeout": times}))
-    tried(Row(group.abort, {"why": "it"}, {"why": TEXT}))
+    tried(Row(group.abort, {"reason": "it"}, {"reason": TEXT}))
     sizes = kind_of_values(*WHOLE, 0, -1)
     tried(Row(weft.Heap.create, {"group": group, "size": 1 << 16}, {"group": THING, "size": sizes}))
     with weft.Heap.create(group, 1 << 16) as heap:

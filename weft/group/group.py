@@ -662,7 +662,7 @@ class Group:
         """Make every later or blocked control message of this rank raise. Any thread may call it.
 
         Args:
-            why: Reason for the error.
+            reason: Reason for the error.
         """
         check_instance("reason", reason, str)
         self._messages.control.abort(reason)
