@@ -115,7 +115,7 @@ MOE, LOW, REDUCE, LAYER = (["bench", name] for name in ("moe", "lowlatency", "al
         ("lowlatency --scale bf16", "'bf16': choose one of"),
         ("allreduce --backend auto,nccl", "'nccl': choose some of oneshot, twoshot"),
         ("allreduce --epilogue fp4", "'fp4': choose one of none, norm"),
-        ("allreduce --ranks 73", "all-reduce of 73 ranks; it takes 1 to 72"),
+        ("allreduce --ranks 73", "all-reduce of 73 ranks; it supports 1 to 72"),
         ("layer --dtype fp4", "'fp4': choose one of bf16, fp8"),
         ("layer --overlap none,later", "'later': choose some of none"),
         ("layer --ranks 99", "ranks is 99"),

@@ -64,7 +64,7 @@ def chosen(group: weft.Group) -> None:
         assert torch.equal(reduce.fused(rows).out, rows * group.size)  # type: ignore[arg-type]
         reduce.check()
     with weft.AllReduce(group, max_tokens=4, hidden=HIDDEN, backends=("twoshot",)) as reduce:
-        assert reduce.explain(1).text == "twoshot is the only backend that serves 1 tokens"
+        assert reduce.explain(1).text == "twoshot is the only backend that supports 1 tokens"
 
 
 def test_an_all_reduce_explains_its_choice(ranks):
@@ -83,12 +83,14 @@ def test_oneshot_alone_refuses_more_tokens_than_slots(group):
             lambda: reduce.fused(rows, backend="oneshot"),
             lambda: reduce.explain(550),
         ):
-            why = "has slots for 512: build it with 'twoshot' too, or use torch.distributed"
-            refused(InvalidArgument, call, "550 tokens", why)
+            text = (
+                "add 'twoshot' to backends, or use torch.distributed"
+            )
+            refused(InvalidArgument, call, "550 tokens", text)
         assert torch.equal(reduce.fused(rows[:512]).out, rows[:512] * 2)  # type: ignore[arg-type]
         reduce.check()
     with weft.AllReduce(group, **sizes, backends=("oneshot", "twoshot_bulk")) as reduce:
         assert [reduce.explain(n).backend for n in (512, 513)] == ["oneshot", "twoshot_bulk"]
-        why = "'oneshot' with 550 tokens; it has slots for 512: use 'auto' or 'twoshot_bulk'"
-        refused(InvalidArgument, lambda: reduce.fused(rows, backend="oneshot"), why)
+        text = "550 tokens exceed the 512 slots of backend 'oneshot': use 'auto' or 'twoshot_bulk'"
+        refused(InvalidArgument, lambda: reduce.fused(rows, backend="oneshot"), text)
         assert torch.equal(reduce.fused(rows).out, rows * 2)  # type: ignore[arg-type]

@@ -36,14 +36,14 @@ def calls() -> list[tuple[str, dict[str, object], str]]:
         ("alignment", {"x": torch.zeros(1032, dtype=BF16)[1:1025].view(4, 256)}, "x.clone()"),
         ("residual", {"x": x, "residual": rows(5)}, "residual has shape [5, 256]"),
         ("weight", {"x": x, "weight": torch.ones(128)}, "weight has shape [128]"),
-        ("quant alone", {"x": x, "quant": token}, "quant without weight"),
+        ("quant alone", {"x": x, "quant": token}, "weight is None, but quant"),
         ("quant", {"x": x, "weight": weight, "quant": "fp4"}, "NVFP4"),
         ("scale", {"x": x, "weight": weight, "quant": weft.FP8Static(torch.ones(2))}, "[1]"),
-        ("residual_out", {"x": x, "residual_out": True}, "residual_out without residual"),
-        ("norm_out", {"x": x, "norm_out": True}, "norm_out without weight"),
-        ("quant_out", {"x": x, "weight": weight, "quant_out": fp8}, "quant_out without quant"),
+        ("residual_out", {"x": x, "residual_out": True}, "residual_out needs residual"),
+        ("norm_out", {"x": x, "norm_out": True}, "norm_out needs weight"),
+        ("quant_out", {"x": x, "weight": weight, "quant_out": fp8}, "quant_out needs quant"),
         ("scale_out", {"x": x, "weight": weight, "quant": static, "scale_out": True}, "scale_out"),
-        ("half", {"x": x, "weight": weight, "quant": token, "scale_out": False}, "both or neither"),
+        ("half", {"x": x, "weight": weight, "quant": token, "scale_out": False}, "or neither"),
         ("rows", {"prologue": moe(rows(hidden=8), index)}, "rows has shape"),
         ("scales", {"prologue": moe(x, index, torch.ones(4, 3))}, "scales has shape"),
         ("shared", {"prologue": moe(x, index, None, rows(3))}, "shared has shape"),
@@ -90,7 +90,7 @@ def test_invalid_calls_are_refused_without_effect(group):
 @on_ranks(2, [THREADS])
 def test_twoshot_does_not_continue_without_a_rank(group):
     sizes: dict[str, Any] = {"max_tokens": 8, "hidden": 256}
-    with pytest.raises(InvalidArgument, match="'twoshot'.* with missing='drop'.*leave backends"):
+    with pytest.raises(InvalidArgument, match="'twoshot'.* with missing='drop'.*Omit backends"):
         weft.AllReduce(group, missing="drop", backends=("twoshot",), **sizes)
     with weft.AllReduce(group, missing="drop", **sizes) as ar:
         assert ar.backends == ("oneshot",)

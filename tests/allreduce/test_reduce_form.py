@@ -79,8 +79,8 @@ class Watch:
     """Count the calls that go through the checks of an all-reduce."""
 
     def __init__(self, ar: weft.AllReduce) -> None:
-        self.choose, self.seen = ar._backend, 0
-        ar._backend = self.backend  # type: ignore[assignment,method-assign]
+        self.choose, self.seen = ar._select_backend, 0
+        ar._select_backend = self.backend  # type: ignore[assignment,method-assign]
 
     def backend(self, *args: Any) -> str:
         self.seen += 1

@@ -281,7 +281,7 @@ SAMPLED = {"samples": 11}
         (REDUCE, {"samples": 0}, "samples is 0"),
         (REDUCE, {"num_sms": 8}, "num_sms is 8 on cpu ranks"),
         (REDUCE, {"device": "cuda", "samples": 10}, "needs at least 11"),
-        (REDUCE, {"ranks": 73}, "all-reduce of 73 ranks; it takes 1 to 72"),
+        (REDUCE, {"ranks": 73}, "all-reduce of 73 ranks; it supports 1 to 72"),
         (REDUCE, {"hidden": 100}, "multiple of 8"),
         (REDUCE, {"hidden": 200, "epilogue": "fp8-group"}, "multiple of 128"),
         (LAYER, {"experts": 1}, "experts is 1; it must be at least the number of ranks, 2"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the fused all-reduce: options, check and kernel arguments.
+"""Calls of the fused all-reduce: options, checks and kernel arguments.
 
 `Prepared` is what calls with equal keys share, see weft.runtime.prepared.
 """
@@ -37,7 +37,7 @@ GROUP_SIZES, GROUP_SCALES = (128,), ("fp32", "ue8m0")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FP8Static:
-    """Quantise with one static scale: `q = e4m3(norm * (1 / scale))`, saturating at 448.
+    """Quantise with a static scale: `q = e4m3(norm * (1 / scale))`, saturating at 448.
 
     Attributes:
         scale: float32 `[1]` on the device.
@@ -48,7 +48,7 @@ class FP8Static:
 
 @dataclass(frozen=True, slots=True)
 class FP8Token:
-    """Quantise with one dynamic scale for each row, float32 `[tokens, 1]`.
+    """Quantise with a dynamic scale per row, float32 `[tokens, 1]`.
 
     `scale = max(amax * fl(1 / 448), 2^-9 / 448)` and `q = e4m3(norm / scale)`, as in
     flashinfer.comm and in torch on GPUs. A row with an Inf or a NaN has a NaN scale and NaN values.
@@ -57,10 +57,10 @@ class FP8Token:
 
 @dataclass(frozen=True, slots=True)
 class FP8Group:
-    """Quantise with one scale for each 128 columns, as dispatch does.
+    """Quantise with a scale per 128 columns, in the same formats as dispatch.
 
     Attributes:
-        size: Columns that share a scale: 128.
+        size: Columns per scale: 128.
         scale: "fp32": float32 `[tokens, hidden / 128]`. "ue8m0": powers of two from 2^-33 as bytes,
             four in an int32 `[tokens, ceil(hidden / 512)]` with strides `(1, tokens rounded up to
             4)`.
@@ -79,13 +79,13 @@ Quant = FP8Static | FP8Token | FP8Group
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoEFinalize:
-    """Compute this rank's rows as weighted sums of experts' rows within the all-reduce.
+    """Prologue of an all-reduce that computes this rank's rows as weighted sums of expert results.
 
     `x[t] = routed_scaling_factor * (sum over k of rows[index[t, k]] * scales[t, k]) + shared[t]`,
     in fp32, in the order of k, rounded once.
 
     Attributes:
-        rows: `[n, hidden]`, the experts' results.
+        rows: `[n, hidden]`, results of the experts.
         index: int32 `[tokens, top_k]`, -1 for none. Other out-of-range entries are dropped and
             raised by `check()`.
         scales: `[tokens, top_k]`, float32 or the rows' dtype. None means 1.
@@ -102,7 +102,7 @@ class MoEFinalize:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduced:
-    """The outputs of one call; None for those that were not requested.
+    """Outputs of one call; None for those that were not requested.
 
     Attributes:
         out: `[tokens, hidden]`, the rounded sum.
@@ -120,7 +120,7 @@ class Reduced:
 
 
 def quant_scheme(quant: Quant | None) -> str:
-    """Return the name of a quant spec in CODINGS. Raises InvalidArgument for another type."""
+    """Return the name in CODINGS of a quant option. Raises InvalidArgument for another type."""
     if quant is None:
         return "none"
     if isinstance(quant, FP8Static):
@@ -131,14 +131,14 @@ def quant_scheme(quant: Quant | None) -> str:
         return "group" if quant.scale == "fp32" else "group_ue8m0"
     raise InvalidArgument(
         f"quant is {format_value(quant)}; pass FP8Static(scale), FP8Token(), FP8Group(128, "
-        "scale=...) or None. NVFP4 needs a Blackwell GPU's conversion and is not offered"
+        "scale=...) or None. NVFP4 needs conversions of Blackwell GPUs and is not supported"
     )
 
 
-def implied_outputs(
+def default_outputs(
     residual: torch.Tensor | None, weight: torch.Tensor | None, quant: Quant | None
 ) -> dict[str, bool]:
-    """Return which outputs a call has by default."""
+    """Return whether a call writes each output by default."""
     return {
         "out": residual is None and weight is None,
         "residual_out": residual is not None,
@@ -148,13 +148,14 @@ def implied_outputs(
     }
 
 
-OutputRequest = torch.Tensor | bool | None  # a tensor to write, new output, no output, or default
+# A tensor to write, True to allocate one, False for no output, or None for the default.
+OutputRequest = torch.Tensor | bool | None
 OutputAllocator = Callable[[], torch.Tensor]
 GROUP = 128
 OUTPUTS = ("out", "residual_out", "norm_out", "quant_out", "scale_out")
 FIRST_OUTPUT, END_OUTPUT = ADDRESSES.index("out"), ADDRESSES.index("scale_out") + 1
-# Public names of ADDRESSES; fields of a MoEFinalize or a quant spec are qualified.
-PUBLIC = tuple(
+# Names of ADDRESSES in errors, qualified for fields of a MoEFinalize or of a quant option.
+PUBLIC_NAMES = tuple(
     f"prologue.{name}"
     if name in ("rows", "index", "scales", "shared")
     else "quant.scale"
@@ -162,8 +163,8 @@ PUBLIC = tuple(
     else name
     for name in ADDRESSES
 )
-# Inputs that an output may alias exactly, and inputs that it may not overlap.
-EXACT, NEVER = (
+# Inputs that an output may alias exactly, and inputs that it must not overlap.
+MAY_ALIAS, MUST_NOT_OVERLAP = (
     tuple(ADDRESSES.index(name) for name in names)
     for names in (("x", "residual", "shared"), ("weight", "rows", "scales", "index", "scale"))
 )
@@ -178,7 +179,7 @@ Key = tuple[object, ...]
 
 
 class FusedCall(NamedTuple):
-    """Arguments of one call. The tensors come first, in the order of ADDRESSES."""
+    """Arguments of one call; tensors are in the order of ADDRESSES."""
 
     x: torch.Tensor | None
     residual: torch.Tensor | None
@@ -194,7 +195,7 @@ class FusedCall(NamedTuple):
     weight_bias: float
 
     def tensors(self) -> list[Any]:
-        """Return the arguments in the order of ADDRESSES: tensors, or placeholders."""
+        """Return the argument for each of ADDRESSES: a tensor, a bool or None."""
         quant, prologue = self.quant, self.prologue
         scale = quant.scale if isinstance(quant, FP8Static) else None
         if prologue is None:
@@ -205,10 +206,11 @@ class FusedCall(NamedTuple):
         return [*self[:8], scale, *parts]
 
     def key(self, tensors: Sequence[Any], backend: str, layer: int) -> tuple[Key | None, list[int]]:
-        """Return a key of everything that the check reads except for the addresses, and these.
+        """Return a cache key of all properties that the full check reads, and the addresses.
 
-        The key has the alignment of addresses and the bits of constants, because 0.0 equals -0.0.
-        It is None if an argument has a wrong type, has no memory, or requires a gradient.
+        The key contains only the alignment of an address. Constants are compared by their bits,
+        because 0.0 equals -0.0. The key is None if an argument has a wrong type, has no memory, or
+        requires a gradient.
         """
         try:
             constants = _CONSTANTS.pack(self.eps, self.weight_bias)
@@ -222,12 +224,12 @@ class FusedCall(NamedTuple):
 
 
 class CheckedCall:
-    """A call that passed the full check, which allocates the outputs that it did not pass.
+    """A call that passed the full check. The constructor allocates outputs that were not passed.
 
     Attributes:
         call: The call.
         tokens: Number of tokens.
-        scheme: Name of the quant spec.
+        scheme: Name of the quant option in CODINGS.
         reduced: All outputs, including newly allocated ones.
         allocators: Index in ADDRESSES of each newly allocated output, and a function that allocates
             another.
@@ -256,18 +258,18 @@ class CheckedCall:
         self._check_quant(call.quant, call.weight)
         allocators: list[tuple[int, OutputAllocator]] = []
         outputs: list[torch.Tensor | None] = []
-        for index, (name, output) in enumerate(self._requested(call).items(), FIRST_OUTPUT):
+        for index, (name, output) in enumerate(self._select_outputs(call).items(), FIRST_OUTPUT):
             if output is True:
-                make = self._output_allocator(name, tokens, call.quant)
-                allocators.append((index, make))
-                outputs.append(make())
+                allocate = self._output_allocator(name, tokens, call.quant)
+                allocators.append((index, allocate))
+                outputs.append(allocate())
             else:
-                outputs.append(self._passed_output(name, tokens, call.quant, output))
+                outputs.append(self._check_output(name, tokens, call.quant, output))
         self.reduced, self.allocators = Reduced(*outputs), tuple(allocators)
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
-        """All tensors of the call, in the order of ADDRESSES."""
+        """Tensors of the call in the order of ADDRESSES."""
         r, tensors = self.reduced, self.call.tensors()
         tensors[FIRST_OUTPUT:END_OUTPUT] = (r.out, r.residual, r.norm, r.quant, r.scale)
         return tensors
@@ -275,7 +277,7 @@ class CheckedCall:
     def prepare(
         self, backend: str, entry: str, site: Site, *, layer: int
     ) -> tuple[PreparedCall, list[int]]:
-        """Return the state that calls with this key share, and the addresses of this call.
+        """Build the state that calls with equal keys share.
 
         Args:
             backend: Name of the backend.
@@ -283,20 +285,24 @@ class CheckedCall:
             site: Memory of this rank.
             layer: Number of the calling lease.
 
+        Returns:
+            The state, and the addresses of this call.
+
         Raises:
-            InvalidArgument: tensors overlap that must not, or a constant does not fit a float32.
+            InvalidArgument: an output overlaps another tensor, or a constant does not fit a
+                float32.
         """
         tensors = self.tensors
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         rules = _overlap_rules(tensors, [index for index, _ in self.allocators])
         _check_overlaps(addresses, rules)
-        args = self._arguments(backend, site, layer)
+        args = self._build_arguments(backend, site, layer)
         unused = [i for i in range(FIRST_OUTPUT, END_OUTPUT) if tensors[i] is None]
         return PreparedCall(
             entry, self.tokens, args, self.allocators, tuple(unused), rules
         ), addresses
 
-    def _arguments(self, backend: str, site: Site, layer: int) -> ReduceArgs:
+    def _build_arguments(self, backend: str, site: Site, layer: int) -> ReduceArgs:
         call, reduced = self.call, self.reduced
         prologue, weight = call.prologue, call.weight
         a = ReduceArgs(site=site, tokens=self.tokens, eps=call.eps, weight_bias=call.weight_bias)
@@ -321,7 +327,7 @@ class CheckedCall:
         return a
 
     def _scale_stride(self) -> int:
-        """Return the int32 words from one column of packed scales to the next."""
+        """Return the distance between columns of packed scales in int32 words, or 0."""
         scale = self.reduced.scale
         if scale is None or scale.dtype != torch.int32:
             return 0
@@ -331,7 +337,7 @@ class CheckedCall:
         if (x is None) == (prologue is None):
             raise InvalidArgument(
                 f"x is {format_value(x)} and prologue is {format_value(prologue)}; pass exactly "
-                "one of them as this rank's rows"
+                "one of them"
             )
         if prologue is None:
             if not isinstance(x, torch.Tensor):
@@ -388,8 +394,8 @@ class CheckedCall:
             return
         if weight is None:
             raise InvalidArgument(
-                "quant without weight, which is None: it quantises the normed rows; pass weight "
-                "(ones for a plain RMSNorm)"
+                "weight is None, but quant quantises the normed rows: pass weight (ones for an "
+                "RMSNorm without weight)"
             )
         if isinstance(quant, FP8Static):
             self._check("quant.scale", quant.scale, (1,), torch.float32)
@@ -399,18 +405,18 @@ class CheckedCall:
                 f"hidden to {-(-self._config.hidden // GROUP) * GROUP}"
             )
 
-    def _requested(self, call: FusedCall) -> dict[str, torch.Tensor | bool]:
-        """Return which outputs to write: those that the caller requested, and the defaults."""
-        implied = implied_outputs(call.residual, call.weight, call.quant)
-        makes_scale = implied["scale_out"]
-        possible = {
+    def _select_outputs(self, call: FusedCall) -> dict[str, torch.Tensor | bool]:
+        """Resolve the request for each output to a tensor, True or False."""
+        defaults = default_outputs(call.residual, call.weight, call.quant)
+        has_scale = defaults["scale_out"]
+        requirements = {
             "out": (True, ""),
             "residual_out": (call.residual is not None, "residual, which is None"),
             "norm_out": (call.weight is not None, "weight, which is None"),
             "quant_out": (call.quant is not None, "quant, which is None"),
             "scale_out": (
-                makes_scale,
-                f"a quant that makes scales; it is {format_value(call.quant)}",
+                has_scale,
+                f"a quant with dynamic scales; it is {format_value(call.quant)}",
             ),
         }
         requested: dict[str, torch.Tensor | bool] = {}
@@ -418,15 +424,15 @@ class CheckedCall:
             output = getattr(call, name)
             if output is not None and not isinstance(output, bool | torch.Tensor):
                 raise_not_tensor(name, output)
-            requested[name] = implied[name] if output is None else output
-            is_possible, needs = possible[name]
-            if requested[name] is not False and not is_possible:
-                raise InvalidArgument(f"{name} without {needs}: there is nothing to write there")
-        if (requested["quant_out"] is False) != (requested["scale_out"] is False) and makes_scale:
-            raise InvalidArgument("quant_out and scale_out belong together: pass both or neither")
+            requested[name] = defaults[name] if output is None else output
+            is_available, requirement = requirements[name]
+            if requested[name] is not False and not is_available:
+                raise InvalidArgument(f"{name} needs {requirement}")
+        if (requested["quant_out"] is False) != (requested["scale_out"] is False) and has_scale:
+            raise InvalidArgument("pass both quant_out and scale_out, or neither")
         return requested
 
-    def _passed_output(
+    def _check_output(
         self, name: str, tokens: int, quant: Quant | None, output: torch.Tensor | bool
     ) -> torch.Tensor | None:
         """Check and return an output that the caller passed; None if it was not requested."""
@@ -434,20 +440,22 @@ class CheckedCall:
             return None
         assert output is not True
         if name == "scale_out":
-            return self._passed_scale(tokens, quant, output)
+            return self._check_scale_output(tokens, quant, output)
         dtype = torch.float8_e4m3fn if name == "quant_out" else self._dtype
         hidden = self._config.hidden
         self._check(name, output, (tokens, hidden), dtype, aligned=hidden * dtype.itemsize)
         return output
 
-    def _passed_scale(self, tokens: int, quant: Quant | None, scale: torch.Tensor) -> torch.Tensor:
+    def _check_scale_output(
+        self, tokens: int, quant: Quant | None, scale: torch.Tensor
+    ) -> torch.Tensor:
         if not _is_packed(quant):
-            self._check("scale_out", scale, (tokens, self._groups(quant)), torch.float32)
+            self._check("scale_out", scale, (tokens, self._num_groups(quant)), torch.float32)
             return scale
         if not isinstance(scale, torch.Tensor):
             raise_not_tensor("scale_out", scale)
         check_alignment("scale_out", scale, scale.itemsize)  # also raises for sparse tensors
-        columns, pitch = -(-self._groups(quant) // 4), -(-tokens // 4) * 4
+        columns, pitch = -(-self._num_groups(quant) // 4), -(-tokens // 4) * 4
         has_shape = scale.dtype == torch.int32 and tuple(scale.shape) == (tokens, columns)
         has_strides = (tokens <= 1 or scale.stride(0) == 1) and (
             columns == 1 or scale.stride(1) >= tokens
@@ -461,30 +469,30 @@ class CheckedCall:
         return scale
 
     def _output_allocator(self, name: str, tokens: int, quant: Quant | None) -> OutputAllocator:
-        """Return a function that allocates an output; it holds no tensor."""
+        """Return a function that allocates an output."""
         size, dtype = (tokens, self._config.hidden), self._dtype
         if name == "quant_out":
             dtype = torch.float8_e4m3fn
         elif name == "scale_out" and _is_packed(quant):
-            columns = -(-self._groups(quant) // 4)
-            return functools.partial(_packed_scale, tokens, columns, self._device)
+            columns = -(-self._num_groups(quant) // 4)
+            return functools.partial(_allocate_packed_scale, tokens, columns, self._device)
         elif name == "scale_out":
-            size, dtype = (tokens, self._groups(quant)), torch.float32
+            size, dtype = (tokens, self._num_groups(quant)), torch.float32
         return functools.partial(torch.empty, size, dtype=dtype, device=self._device)
 
-    def _groups(self, quant: Quant | None) -> int:
+    def _num_groups(self, quant: Quant | None) -> int:
         return self._config.hidden // GROUP if isinstance(quant, FP8Group) else 1
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """The state that checked calls with equal keys share.
+    """State that checked calls with equal keys share.
 
     Attributes:
         entry: Name of the kernel's entry.
         tokens: Number of tokens.
-        args: Kernel arguments without the addresses.
-        allocators: As in `Checked`.
+        args: Kernel arguments; `fill_addresses` sets the addresses.
+        allocators: See `CheckedCall`.
         unused: Indices of outputs that were not requested.
         overlap_rules: Outputs and the tensors that they must not overlap.
     """
@@ -496,20 +504,21 @@ class PreparedCall:
     unused: tuple[int, ...]
     overlap_rules: tuple[OverlapRule, ...]
 
-    def outputs(self, tensors: list[Any], addresses: list[int]) -> Reduced:
-        """Allocate the outputs that the caller did not pass, and add them to both lists.
+    def allocate_missing_outputs(self, tensors: list[Any], addresses: list[int]) -> Reduced:
+        """Allocate requested outputs that were not passed, and return all outputs.
 
-        They need no check, because newly allocated memory overlaps no other tensor.
+        Sets their entries in `tensors` and `addresses`. They need no check, because newly allocated
+        memory overlaps no other tensor.
         """
-        for index, make in self.allocators:
-            output = make()
+        for index, allocate in self.allocators:
+            output = allocate()
             tensors[index], addresses[index] = output, output.data_ptr()
         for index in self.unused:
             tensors[index] = None
         return Reduced(*tensors[FIRST_OUTPUT:END_OUTPUT])
 
-    def arguments(self, addresses: Sequence[int]) -> ReduceArgs:
-        """Return the kernel arguments for these addresses, in one struct that calls reuse."""
+    def fill_addresses(self, addresses: Sequence[int]) -> ReduceArgs:
+        """Write the addresses into the kernel arguments and return them; calls share the struct."""
         _BLOCK.pack_into(self.args, _START, *addresses)
         return self.args
 
@@ -518,8 +527,8 @@ def _is_packed(quant: Quant | None) -> bool:
     return isinstance(quant, FP8Group) and quant.scale == "ue8m0"
 
 
-def _packed_scale(tokens: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Allocate zeros, because kernels do not write the padding after the last token."""
+def _allocate_packed_scale(tokens: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Allocate packed scales; zeros, because kernels do not write the padding after the tokens."""
     scales = torch.zeros((columns, -(-tokens // 4) * 4), dtype=torch.int32, device=device)
     return scales.t()[:tokens]
 
@@ -527,32 +536,33 @@ def _packed_scale(tokens: int, columns: int, device: torch.device) -> torch.Tens
 def _check_overlaps(addresses: Sequence[int], rules: Iterable[OverlapRule]) -> None:
     """Raise InvalidArgument for an output that overlaps another tensor.
 
-    Outputs may be exactly x. Outputs other than `out`, which is written before residual is read,
-    may be exactly residual.
+    Outputs may alias x exactly. All outputs except `out`, which is written before residual is read,
+    may alias residual exactly.
     """
     pair = find_overlap(addresses, rules)
     if pair is not None:
         raise InvalidArgument(
-            f"output {PUBLIC[pair[0]]!r} overlaps {PUBLIC[pair[1]]!r} in memory; outputs may be "
-            "exactly x, those other than 'out' exactly residual, and no other tensor of the call"
+            f"output {PUBLIC_NAMES[pair[0]]!r} overlaps {PUBLIC_NAMES[pair[1]]!r} in memory; pass "
+            "a separate tensor. Outputs may be exactly x, and outputs other than 'out' exactly "
+            "residual"
         )
 
 
 def _overlap_rules(
     tensors: Sequence[torch.Tensor | None], new: Sequence[int]
 ) -> tuple[OverlapRule, ...]:
-    """Return each passed output with the inputs and the outputs before it.
+    """Return rules that passed outputs overlap neither inputs nor each other.
 
-    Outputs with indices in `new` are newly allocated and overlap nothing.
+    `new` are the indices of newly allocated outputs, which cannot overlap other tensors.
     """
     spans = {i: (_span_bytes(t), t.dtype) for i, t in enumerate(tensors) if t is not None}
     outputs = [i for i in range(FIRST_OUTPUT, END_OUTPUT) if i in spans and i not in new]
     rules: list[OverlapRule] = []
     for i, index in enumerate(outputs):
         others = []
-        for other in (*outputs[:i], *EXACT, *NEVER):
+        for other in (*outputs[:i], *MAY_ALIAS, *MUST_NOT_OVERLAP):
             if other in spans:
-                may_alias = other in EXACT and spans[other] == spans[index]
+                may_alias = other in MAY_ALIAS and spans[other] == spans[index]
                 may_alias = may_alias and (index, other) != OUT_AND_RESIDUAL
                 others.append((other, spans[other][0], may_alias))
         rules.append((index, spans[index][0], tuple(others)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backend selection of "auto": a rule by the bytes of one rank's rows, equal on every rank.
+"""Backend selection of "auto", which depends on the bytes of one rank's rows.
 
-All backends give the same bits, so the rule considers time alone.
+Every rank selects the same backend. All backends give bitwise equal results.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from weft.allreduce.config import ReduceConfig
 from weft.errors import InvalidArgument
 
-# Lower limits of a backend in KiB of one rank's rows, by number of ranks: (for a sum alone, for a
-# sum with an epilogue). 8 x H200 2026-11-20, 4 x H200 2026-11-21, 2 x H200 2026-11-22; hidden 4096
+# Minimum KiB of one rank's rows for a backend, by number of ranks: (for a sum alone, for a sum with
+# an epilogue). 8 x H200 2026-11-20, 4 x H200 2026-11-21, 2 x H200 2026-11-22; hidden 4096
 # and 7168 in bf16, 1 to 2048 tokens (benchmarks/results/*/allreduce-choices.json): within 1.7 % of
 # the fastest backend on 4 and 8 ranks, 5 % on 2 (8.4 % for sums alone of 2048 rows of 4096). More
 # than 8 ranks are not measured and use the limits of 8.
@@ -24,26 +24,26 @@ BULK_FROM = {2: (math.inf, 7168), 4: (math.inf, 1792), 8: (28672, 7168)}
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A chosen backend and the reason.
+    """A selected backend.
 
     Attributes:
         backend: Name of the backend.
-        text: The reason, in a sentence.
+        text: Reason for the selection.
     """
 
     backend: str
     text: str
 
 
-def backends_with_slots(config: ReduceConfig, backends: Sequence[str], tokens: int) -> list[str]:
-    """Return the backends that have slots for a number of tokens."""
+def eligible_backends(config: ReduceConfig, backends: Sequence[str], tokens: int) -> list[str]:
+    """Return the backends that have enough slots for a number of tokens."""
     return [name for name in backends if name != "oneshot" or tokens <= config.direct]
 
 
 def choose_backend(
     config: ReduceConfig, backends: Sequence[str], tokens: int, *, epilogue: bool
 ) -> Choice:
-    """Choose one of `backends` for a number of tokens.
+    """Select the fastest backend for a number of tokens.
 
     Args:
         config: Sizes of the all-reduce.
@@ -54,23 +54,23 @@ def choose_backend(
     Raises:
         InvalidArgument: no backend has enough slots.
     """
-    names = backends_with_slots(config, backends, tokens)
+    names = eligible_backends(config, backends, tokens)
     if not names:
         raise InvalidArgument(
-            f"{tokens} tokens; this all-reduce was built with oneshot alone, which has slots for "
-            f"{config.direct}: build it with 'twoshot' too, or use torch.distributed.all_reduce"
+            f"{tokens} tokens exceed the {config.direct} slots of oneshot, the only backend of "
+            "this all-reduce: add 'twoshot' to backends, or use torch.distributed.all_reduce"
         )
     if config.ranks == 1:
-        return Choice(names[0], f"{names[0]}: one rank sums nothing, and all backends are the same")
+        return Choice(names[0], f"{names[0]}: all backends are equivalent on one rank")
     if len(names) == 1:
-        return Choice(names[0], f"{names[0]} is the only backend that serves {tokens} tokens")
+        return Choice(names[0], f"{names[0]} is the only backend that supports {tokens} tokens")
     measured = next((n for n in TWOSHOT_FROM if config.ranks <= n), max(TWOSHOT_FROM))
     kib = tokens * config.row_bytes / 1024
     twoshot, bulk = TWOSHOT_FROM[measured][epilogue], BULK_FROM[measured][epilogue]
     best = "oneshot" if kib < twoshot else "twoshot" if kib < bulk else "twoshot_bulk"
     order = {"oneshot": 0, "twoshot": 1, "twoshot_bulk": 2}
     name = min(names, key=lambda n: (abs(order[n] - order[best]), -order[n]))
-    limits = f"twoshot from {twoshot} KiB a rank, twoshot_bulk from {bulk}"
+    limits = f"twoshot from {twoshot} KiB per rank, twoshot_bulk from {bulk}"
     work = "a sum with an epilogue" if epilogue else "a sum alone"
     return Choice(
         name,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of an all-reduce: checked arguments and the offsets of its slots."""
+"""Config of an all-reduce: checked arguments and the layout of a share."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from weft.shape import DTYPE_NAMES, ITEM_BYTES, MAX_RANKS
 
 MAX_TOKENS = (1 << 20) - 1  # a call word has 20 bits for the tokens
 MAX_VECTORS = 4096  # 16-byte words of a row: eight CTAs of 512 threads
-# Slots of the one-shot backend, by number of ranks. With more rows two shots move fewer bytes, or
-# on two ranks the same number faster. One shot is faster up to about 7 tokens of 7168 on 8 ranks,
-# 24 on 4 and 270 on 2 (512 of 4096); the additional slots allow measurements.
-DIRECT = {2: 512, 3: 64, 4: 64}
-FEWEST_DIRECT = 32  # for other numbers of ranks
+# Maximum tokens of the one-shot backend, by number of ranks. For more tokens, two-shot transfers
+# fewer bytes or, on two ranks, the same number faster. One-shot is faster up to about 7 tokens of
+# 7168 on 8 ranks, 24 on 4 and 270 on 2 (512 of 4096); more slots allow measurements.
+ONESHOT_TOKENS = {2: 512, 3: 64, 4: 64}
+DEFAULT_ONESHOT_TOKENS = 32  # for other numbers of ranks
 EPILOGUES_AT = ("owner", "receiver")
 MISSING = ("error", "drop")
 
@@ -62,7 +62,7 @@ class ReduceArgs(ctypes.Structure):
     )
 
 
-# The tensors of a call, in the order of their addresses in ReduceArgs, which are contiguous there.
+# Names of the tensors of a call, in the order of their adjacent addresses in ReduceArgs.
 ADDRESSES = (
     *("x", "residual", "weight"),
     *("out", "residual_out", "norm_out", "quant_out", "scale_out"),
@@ -80,12 +80,12 @@ class ReduceConfig:
         direct: Maximum number of tokens of a call with the one-shot backend.
         hidden: Elements of a row.
         dtype: Type of a row.
-        epilogue_at: Rank that adds the residual and computes a row's statistics in two shots: the
+        epilogue_at: Rank that adds the residual and computes a row's statistics in two-shot: the
             "owner", which sums the row, or each "receiver".
-        missing: What a call does after ranks are gone: "error" or "drop".
+        missing: Behaviour of a call after a rank has exited: "error" or "drop".
 
     Raises:
-        InvalidArgument: a size is out of range; names the size and its limits.
+        InvalidArgument: a size is out of range.
     """
 
     ranks: int
@@ -113,7 +113,7 @@ class ReduceConfig:
             check_int("ranks", ranks, 1, 1 << 16),
         )
         max_tokens = check_int("max_tokens", max_tokens, 1, MAX_TOKENS)
-        direct = min(max_tokens, DIRECT.get(ranks, FEWEST_DIRECT))
+        direct = min(max_tokens, ONESHOT_TOKENS.get(ranks, DEFAULT_ONESHOT_TOKENS))
         if check_choice("missing", missing, MISSING) == "drop" or ranks == 1:
             direct = max_tokens  # oneshot is the only backend
         return cls(ranks, max_tokens, direct, hidden, DTYPE_NAMES[dtype], epilogue_at, missing)
@@ -122,7 +122,7 @@ class ReduceConfig:
         check_fields(self)
         if not 1 <= self.ranks <= MAX_RANKS:
             raise InvalidArgument(
-                f"an all-reduce of {self.ranks} ranks; it takes 1 to {MAX_RANKS}, the ranks of one "
+                f"an all-reduce of {self.ranks} ranks; it supports 1 to {MAX_RANKS} ranks of one "
                 "NVLink domain"
             )
         if self.hidden % 8:
@@ -132,8 +132,8 @@ class ReduceConfig:
             )
         if self.vectors > MAX_VECTORS:
             raise InvalidArgument(
-                f"a row of {self.hidden} x {self.dtype} has {self.row_bytes} bytes; rows may have "
-                f"up to {16 * MAX_VECTORS}"
+                f"a row of {self.hidden} x {self.dtype} has {self.row_bytes} bytes, which exceeds "
+                f"the limit of {16 * MAX_VECTORS}"
             )
 
     @property
@@ -153,22 +153,22 @@ class ReduceConfig:
 
     @property
     def owned(self) -> int:
-        """Maximum number of tokens that one rank sums in two shots."""
+        """Maximum number of tokens that one rank sums in two-shot."""
         return -(-self.tokens // self.ranks)
 
     @property
     def slots(self) -> int:
-        """Byte offset of the part of a share that peers write."""
+        """Byte offset of the memory that peers write, which begins with the call words."""
         return header_bytes(self.ranks)
 
     @property
     def rows(self) -> int:
-        """Byte offset of the slots for rows, which sentinels fill, after the call words."""
+        """Byte offset of the slots for rows, which are initially filled with sentinels."""
         return self.slots + 2 * round_up(8 * self.ranks, 64)
 
     @property
     def trailers(self) -> int:
-        """Byte offset of the slots for statistics, after those for rows."""
+        """Byte offset of the slots for row statistics."""
         if self.ranks == 1:  # layout.cuh has one unused slot of each kind
             return self.rows + sum(round_up(count * self.row_bytes) for count in (2, 2, 1))
         row = (self.ranks - 1) * self.row_bytes
@@ -186,7 +186,7 @@ class ReduceConfig:
         return self.trailers + round_up(16 * max(1, (self.ranks - 1) * self.owned))
 
     def expected_offsets(self) -> CppValues:
-        """Return C++ expressions of these offsets, for a Reduction named R, and their values."""
+        """Return C++ expressions of the offsets for a Reduction named R, and their values."""
         share = "ReductionShare<R>"
         return [
             (f"sizeof(weft::{share})", self.share_bytes),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of an all-reduce: generated entries and launch plans.
+"""Kernels of an all-reduce: generated source and launch plans.
 
-Launch plans are local to a rank: peers may choose others, and no choice changes a bit of a result.
+Launch plans may differ between ranks and do not change the results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ ENTRIES = {"oneshot": "oneshot", "twoshot": "twoshot", "twoshot_bulk": "bulk"}
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The template of one backend; a thread holds `pieces` vectors of a row."""
+    """Template of one kernel.
+
+    Attributes:
+        call: C++ call of the template.
+        pieces: Number of vectors of a row per thread.
+    """
 
     call: str
     pieces: int
@@ -42,7 +47,7 @@ MOE = "_moe"  # suffix of entries whose rows are computed by a prologue
 
 
 def cpu_program(config: ReduceConfig) -> Program:
-    """Return the C++ program, in which one function of a backend serves rows and prologues."""
+    """Build the C++ program; one function of a backend handles both x and prologues."""
     return Program(
         name="allreduce",
         label="all-reduce",
@@ -51,7 +56,7 @@ def cpu_program(config: ReduceConfig) -> Program:
         constants=f"constexpr weft::Reduction R = {config.to_cpp()};\n",
         entry_points={
             name + end: (ReduceArgs, f"reduce<R, weft::Backend::{backend}>")
-            for name, backend in _select_entries(config, ENTRIES).items()
+            for name, backend in _select_supported(config, ENTRIES).items()
             for end in ("", MOE)
         },
         offsets=config.expected_offsets(),
@@ -60,8 +65,8 @@ def cpu_program(config: ReduceConfig) -> Program:
 
 
 def cuda_program(config: ReduceConfig) -> Program:
-    """Return the CUDA program."""
-    kernels = _select_entries(config, KERNELS)
+    """Build the CUDA program."""
+    kernels = _select_supported(config, KERNELS)
     if not _uses_resident_grid(config):
         del kernels["oneshot_resident"]
     entries = {
@@ -73,83 +78,90 @@ def cuda_program(config: ReduceConfig) -> Program:
         cpu_program(config),
         headers=("allreduce/oneshot.cuh", "allreduce/twoshot.cuh"),
         entry_points=entries,
-        bounds=dict.fromkeys(entries, (LARGEST_CTA, 1)),
+        bounds=dict.fromkeys(entries, (MAX_CTA_THREADS, 1)),
     )
 
 
-def _select_entries(config: ReduceConfig, by_backend: Mapping[str, T]) -> dict[str, T]:
-    """Return the entries of `by_backend` that a config has kernels for."""
+def _select_supported(config: ReduceConfig, by_backend: Mapping[str, T]) -> dict[str, T]:
+    """Return the items of `by_backend` whose backends a config supports."""
     oneshot_only = config.missing == "drop" or config.ranks == 1
     return {k: v for k, v in by_backend.items() if k.startswith("oneshot") or not oneshot_only}
 
 
 def _uses_resident_grid(config: ReduceConfig) -> bool:
-    """Whether one shot of more tokens than fit on the GPU uses a resident grid, not waves of CTAs.
+    """Whether oneshot uses a resident grid for more tokens than fit on the GPU at once.
 
-    The resident grid is faster if a row takes a cluster of several CTAs, because the cluster's
-    barrier waits for every store in flight. With norm, 2 x H200, 2026-11-24, us in waves /
-    resident: hidden 7168 in bf16, two CTAs, 9.22 / 8.06 at 67 tokens, 20.96 / 18.4 at 256, 39.3 /
-    35.4 at 512; hidden 4096, one CTA, 9.87 / 9.7 at 192, 11.3 / 11.3 at 256, 14.94 / 16.5 at 384,
-    18.5 / 19.7 at 512.
+    The alternative is waves of CTAs. The resident grid is faster if a row needs a cluster of
+    several CTAs, because a cluster barrier waits for every store in flight. With norm, 2 x H200,
+    2026-11-24, us in waves / resident: hidden 7168 in bf16, two CTAs, 9.22 / 8.06 at 67 tokens,
+    20.96 / 18.4 at 256, 39.3 / 35.4 at 512; hidden 4096, one CTA, 9.87 / 9.7 at 192, 11.3 / 11.3 at
+    256, 14.94 / 16.5 at 384, 18.5 / 19.7 at 512.
     """
-    return config.vectors > LARGEST_CTA
+    return config.vectors > MAX_CTA_THREADS
 
 
-# From this number of 16-byte words per rank on, programmatic dependent launch does not pay, because
-# the kernel takes resources from its predecessor: it gains 0.5 us up to 32 tokens x 7168 on 8
-# ranks, and loses 5 % at 128 (8 x H200, 2026-11-20).
-LONG = 7500
+# Minimum number of 16-byte words per rank for which programmatic dependent launch is slower: the
+# kernel takes resources from its predecessor. PDL gains 0.5 us up to 32 tokens x 7168 on 8 ranks,
+# and loses 5 % at 128 (8 x H200, 2026-11-20).
+MIN_VECTORS_WITHOUT_PDL = 7500
 
 
 class CudaReduceKernels(CudaKernels):
-    """The kernels of one config."""
+    """Compiled kernels for one config."""
 
     def __init__(self, config: ReduceConfig, build: Build) -> None:
         super().__init__(cuda_program(config), build)
         self._config = config
-        self._resident: dict[tuple[str, int, int], int] = {}
+        self._max_resident_ctas: dict[tuple[str, int, int], int] = {}
 
-    def resident(self, name: str, threads: int, cluster: int) -> int:
-        """Return how many CTAs fit on the GPU at once, for either kernel of a backend."""
+    def max_resident_ctas(self, name: str, threads: int, cluster: int) -> int:
+        """Return the number of CTAs that fit on the GPU at once, for both kernels of a backend."""
         key = (name, threads, cluster)
-        if key not in self._resident:
-            self._resident[key] = cluster * min(
+        if key not in self._max_resident_ctas:
+            self._max_resident_ctas[key] = cluster * min(
                 self._module.get_max_active_clusters(
                     self._program.kernel_name(name + end), threads, cluster
                 )
                 for end in ("", MOE)
             )
-        return self._resident[key]
+        return self._max_resident_ctas[key]
 
     def _build_launch(self, name: str, tokens: int) -> Launch:
         backend = name.removesuffix(MOE)
-        p = self._plan(backend, tokens)
-        is_short = tokens * self._config.vectors < LONG * self._config.ranks
+        plan = self._build_plan(backend, tokens)
+        is_short = tokens * self._config.vectors < MIN_VECTORS_WITHOUT_PDL * self._config.ranks
         use_pdl = self._build.use_pdl and is_short
-        may_stay = backend == "oneshot" and _uses_resident_grid(self._config)
-        if may_stay and p.ctas > self.resident(backend, p.threads, p.cluster):
-            p = self._plan("oneshot_resident", tokens)
-            name = name.replace(backend, "oneshot_resident")
-        launcher = self._get_launcher(name, use_pdl=use_pdl, cluster=p.cluster)
-        return Launch(launcher, (p.ctas, 1, 1), p.threads, (("pushers", p.pushers),))
+        if backend == "oneshot" and _uses_resident_grid(self._config):
+            resident_ctas = self.max_resident_ctas(backend, plan.threads, plan.cluster)
+            if plan.ctas > resident_ctas:
+                plan = self._build_plan("oneshot_resident", tokens)
+                name = name.replace(backend, "oneshot_resident")
+        launcher = self._get_launcher(name, use_pdl=use_pdl, cluster=plan.cluster)
+        return Launch(launcher, (plan.ctas, 1, 1), plan.threads, (("pushers", plan.pushers),))
 
-    def _plan(self, name: str, tokens: int) -> ReducePlan:
-        """Return the launch plan of a kernel for a number of tokens."""
+    def _build_plan(self, name: str, tokens: int) -> ReducePlan:
+        """Plan the launch of a kernel for a number of tokens."""
 
-        def resident(threads: int, cluster: int) -> int:
-            return self.resident(name, threads, cluster)
+        def max_resident_ctas(threads: int, cluster: int) -> int:
+            return self.max_resident_ctas(name, threads, cluster)
 
         vectors, ranks = self._config.vectors, self._config.ranks
         if name == "oneshot":
-            return plan_oneshot(tokens, vectors, ranks, sms=self._sms, resident=resident)
+            return plan_oneshot(
+                tokens, vectors, ranks, sms=self._sms, max_resident_ctas=max_resident_ctas
+            )
         pieces = KERNELS[name].pieces
         if name == "oneshot_resident":
-            return plan_resident(tokens, vectors, ranks, pieces=pieces, resident=resident)
-        return plan_twoshot(tokens, vectors, ranks, pieces=pieces, resident=resident)
+            return plan_resident(
+                tokens, vectors, ranks, pieces=pieces, max_resident_ctas=max_resident_ctas
+            )
+        return plan_twoshot(
+            tokens, vectors, ranks, pieces=pieces, max_resident_ctas=max_resident_ctas
+        )
 
 
 def load_kernels(device: torch.device, config: ReduceConfig, build: Build) -> Kernels:
-    """Compile and load all backends of a config for one rank's device."""
+    """Compile and load the kernels of all backends for one rank's device."""
     if device.type == "cpu":
         return CpuKernels(cpu_program(config), build)
     with loading_context(device):
@@ -157,17 +169,22 @@ def load_kernels(device: torch.device, config: ReduceConfig, build: Build) -> Ke
 
 
 WARP = 32
-LARGEST_CTA = 512  # threads; the launch bounds of every kernel
-LARGEST_CLUSTER = 8  # portable cluster size from Hopper on
-# (threads per CTA, CTAs per cluster) -> CTAs that fit on the GPU at once.
-Resident = Callable[[int, int], int]
+MAX_CTA_THREADS = 512  # launch bounds of every kernel
+MAX_CLUSTER_CTAS = 8  # maximum portable cluster size on Hopper and later
+# (threads per CTA, CTAs per cluster) -> number of CTAs that fit on the GPU at once.
+MaxResidentCtas = Callable[[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class ReducePlan:
-    """A launch of `ctas` CTAs of `threads` threads; `cluster` CTAs share a row.
+    """Launch parameters of a kernel.
 
-    In the two-shot backends, `pushers` CTAs push rows and then finish them; the others sum.
+    Attributes:
+        ctas: Number of CTAs.
+        threads: Threads per CTA.
+        cluster: CTAs per cluster, which share a row.
+        pushers: In the two-shot backends, number of CTAs that push rows and later compute the
+            outputs of summed rows; the other CTAs sum.
     """
 
     ctas: int
@@ -177,41 +194,48 @@ class ReducePlan:
 
 
 def plan_oneshot(
-    tokens: int, vectors: int, ranks: int, *, sms: int, resident: Resident
+    tokens: int, vectors: int, ranks: int, *, sms: int, max_resident_ctas: MaxResidentCtas
 ) -> ReducePlan:
-    """Plan one cluster per token, wide enough to use all SMs: an SM pushes about 36 GB/s."""
-    for widest in range(min(LARGEST_CLUSTER, max(1, sms // tokens)), LARGEST_CLUSTER + 1):
-        for threads, cluster in _row_shapes(vectors, widest, ranks):
-            if resident(threads, cluster) >= cluster:
+    """Plan oneshot: a cluster per token that is large enough to use all SMs.
+
+    The bandwidth of one SM is only about 36 GB/s.
+    """
+    for max_cluster in range(min(MAX_CLUSTER_CTAS, max(1, sms // tokens)), MAX_CLUSTER_CTAS + 1):
+        for threads, cluster in _iter_row_shapes(vectors, max_cluster, ranks):
+            if max_resident_ctas(threads, cluster) >= cluster:
                 return ReducePlan(tokens * cluster, threads, cluster)
-    raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
+    raise InvalidArgument(f"a row of {16 * vectors} bytes does not fit a cluster of this GPU")
 
 
 def plan_resident(
-    tokens: int, vectors: int, ranks: int, *, pieces: int, resident: Resident
+    tokens: int, vectors: int, ranks: int, *, pieces: int, max_resident_ctas: MaxResidentCtas
 ) -> ReducePlan:
-    """Plan a resident grid, whose clusters loop over the tokens."""
-    threads, cluster, limit = _resident_shape(-(-vectors // pieces), 1, ranks, resident)
+    """Plan oneshot with a resident grid, whose clusters loop over the tokens."""
+    threads, cluster, limit = _find_resident_shape(
+        -(-vectors // pieces), 1, ranks, max_resident_ctas
+    )
     if limit == 0:
-        raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
+        raise InvalidArgument(f"a row of {16 * vectors} bytes does not fit a cluster of this GPU")
     return ReducePlan(min(tokens * cluster, limit), threads, cluster)
 
 
 def plan_twoshot(
-    tokens: int, vectors: int, ranks: int, *, pieces: int, resident: Resident
+    tokens: int, vectors: int, ranks: int, *, pieces: int, max_resident_ctas: MaxResidentCtas
 ) -> ReducePlan:
-    """Plan two shots, whose CTAs are all co-resident: those that finish rows wait for the sums.
+    """Plan twoshot. All CTAs must be co-resident, because some wait for the sums of others.
 
     With one piece (few rows), a cluster shares a row, so that few rows use all SMs. With two pieces
-    (many rows), a row takes one CTA, which avoids cluster barriers (8 x H200, 7168, 2026-11-20:
-    47.4 against 51.1 us at 512 tokens, 169 against 177 at 2048, for 1 x 448 against 4 x 128 threads
-    per row).
+    (many rows), a row needs one CTA, which avoids cluster barriers (8 x H200, 7168, 2026-11-20:
+    47.4 instead of 51.1 us at 512 tokens, 169 instead of 177 at 2048, for 1 x 448 instead of 4 x
+    128 threads per row).
     """
     rows = -(-tokens // ranks)
-    widest = LARGEST_CLUSTER if pieces == 1 else 1
-    threads, cluster, limit = _resident_shape(-(-vectors // pieces), widest, ranks, resident)
+    max_cluster = MAX_CLUSTER_CTAS if pieces == 1 else 1
+    threads, cluster, limit = _find_resident_shape(
+        -(-vectors // pieces), max_cluster, ranks, max_resident_ctas
+    )
     if limit < 2 * cluster:
-        raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
+        raise InvalidArgument(f"a row of {16 * vectors} bytes does not fit a cluster of this GPU")
     # With fewer ranks, a rank owns more of the rows, and summing is a larger part of the work.
     ctas_per_reducer = 3 if pieces == 1 else 2 + ranks / 4
     reducers = min(rows, max(1, int(limit // cluster / ctas_per_reducer))) * cluster
@@ -220,29 +244,32 @@ def plan_twoshot(
     return ReducePlan(pushers + reducers, threads, cluster, pushers)
 
 
-def _resident_shape(
-    vectors: int, widest: int, ranks: int, resident: Resident
+def _find_resident_shape(
+    vectors: int, max_cluster: int, ranks: int, max_resident_ctas: MaxResidentCtas
 ) -> tuple[int, int, int]:
-    """Return threads, cluster and resident CTAs of the first shape of which two clusters fit."""
-    for max_ctas in range(widest, LARGEST_CLUSTER + 1):
-        # A CTA has at least four warps, so that a row takes few CTAs.
+    """Return threads, cluster and resident CTAs of the first shape with two resident clusters.
+
+    Clusters of more than `max_cluster` CTAs are used only if smaller clusters do not fit.
+    """
+    for max_ctas in range(max_cluster, MAX_CLUSTER_CTAS + 1):
+        # A CTA has at least four warps, so that a row needs few CTAs.
         max_ctas = min(max_ctas, max(1, -(-vectors // (4 * WARP))))
-        for threads, cluster in _row_shapes(vectors, max_ctas, ranks):
-            ctas = resident(threads, cluster) // cluster * cluster
+        for threads, cluster in _iter_row_shapes(vectors, max_ctas, ranks):
+            ctas = max_resident_ctas(threads, cluster) // cluster * cluster
             if ctas >= 2 * cluster:
                 return threads, cluster, ctas
     return WARP, 1, 0
 
 
-def _row_shapes(vectors: int, widest: int, ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield (threads, cluster) with a thread for each vector, in at most `widest` CTAs.
+def _iter_row_shapes(vectors: int, max_cluster: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield (threads, cluster) with a thread for each vector, in at most `max_cluster` CTAs.
 
     Each CTA also has a thread for each peer, which sends and compares the call word. The second
-    cluster size is a power of two, for GPUs that support no others; some of its CTAs may be idle.
+    cluster size is a power of two, for GPUs that only support these; some of its CTAs may be idle.
     """
     warps = -(-vectors // WARP)
-    cta_warps = max(-(-warps // widest), -(-(ranks - 1) // WARP))
+    cta_warps = max(-(-warps // max_cluster), -(-(ranks - 1) // WARP))
     cluster = -(-warps // cta_warps)
-    if cta_warps * WARP <= LARGEST_CTA:
+    if cta_warps * WARP <= MAX_CTA_THREADS:
         yield cta_warps * WARP, cluster
         yield cta_warps * WARP, 1 << (cluster - 1).bit_length()

@@ -21,7 +21,7 @@ from weft.allreduce.call import (
     Quant,
     Reduced,
 )
-from weft.allreduce.choice import Choice, backends_with_slots, choose_backend
+from weft.allreduce.choice import Choice, choose_backend, eligible_backends
 from weft.allreduce.config import MISSING, ReduceConfig, memory_bytes
 from weft.allreduce.kernels import MOE, load_kernels
 from weft.arguments import check_bools, check_choice, check_int, format_choices, raise_invalid
@@ -60,11 +60,11 @@ class AllReduce(Operator):
         dtype: bfloat16, float16 or float32.
         backends: Some of "oneshot" (every rank sums all rows), "twoshot" and "twoshot_bulk" (one
             rank sums each row; bulk is for prefill). Default: all.
-        epilogue_at: Whose residual, weight and `FP8Static` scale the two-shot backends apply to a
-            row. "owner": those of the rank that sums it, which must be equal on all ranks.
+        epilogue_at: Rank whose residual, weight and `FP8Static` scale the two-shot backends apply
+            to a row. "owner": the rank that sums the row; they must be equal on all ranks.
             "receiver": each rank applies its own.
-        missing: Behaviour of calls after a recovery without some ranks. "error": they raise.
-            "drop": they sum over the living ranks in rank order, with the one-shot backend.
+        missing: Behaviour of calls after a recovery without some ranks. "error": calls raise.
+            "drop": calls sum over the living ranks in rank order, with the one-shot backend.
         timeout: Seconds that a wait for a peer may take.
         first_timeout: Seconds that a wait in the first call may take.
         programmatic_launch: Let a short kernel become resident while its predecessor in the stream
@@ -102,7 +102,7 @@ class AllReduce(Operator):
 
         def prepare() -> tuple[ReduceConfig, Kernels]:
             group.require_one_host("an all-reduce")
-            self.backends = _checked_backends(backends, check_choice("missing", missing, MISSING))
+            self.backends = _check_backends(backends, check_choice("missing", missing, MISSING))
             config = ReduceConfig.from_args(
                 ranks=group.size,
                 max_tokens=max_tokens,
@@ -186,31 +186,32 @@ class AllReduce(Operator):
     @internal
     @one_call("fused")
     def run_fused(self, call: FusedCall, backend: str) -> Reduced:
+        """Check the call, or find it in the cache, and launch it."""
         tensors = call.tensors()
         key, addresses = call.key(tensors, backend, self._layer)
         prepared = self._prepared.find(key, addresses)
         if prepared is not None:
-            reduced = prepared.outputs(tensors, addresses)
+            reduced = prepared.allocate_missing_outputs(tensors, addresses)
         else:
             checked = CheckedCall(call, self.config, self.group.device)
-            name, reduced = self._backend(backend, checked), checked.reduced
+            selected, reduced = self._select_backend(backend, checked), checked.reduced
             if not checked.tokens:
                 return reduced
             # With one rank, all backends use the one-shot kernel.
-            kernel = "oneshot" if self.config.ranks == 1 else name
+            kernel = "oneshot" if self.config.ranks == 1 else selected
             entry = kernel if call.prologue is None else kernel + MOE
-            prepared, addresses = checked.prepare(name, entry, self.site, layer=self._layer)
+            prepared, addresses = checked.prepare(selected, entry, self.site, layer=self._layer)
             self._prepared.store(key, prepared)
         if self.debug_checks is not None and self.config.epilogue_at == "owner":
             scale = call.quant.scale if isinstance(call.quant, FP8Static) else None
-            equal = {"residual": call.residual, "weight": call.weight, "quant.scale": scale}
-            self.debug_checks.compare(equal)
-        self._kernels.run(prepared.entry, prepared.arguments(addresses), prepared.tokens)
+            inputs = {"residual": call.residual, "weight": call.weight, "quant.scale": scale}
+            self.debug_checks.compare(inputs)
+        self._kernels.run(prepared.entry, prepared.fill_addresses(addresses), prepared.tokens)
         self._raise_if_broken()
         return reduced
 
     def explain(self, tokens: int, *, norm: bool = True) -> Choice:
-        """Return which backend "auto" selects, and the reason.
+        """Return the backend that "auto" selects, and the reason.
 
         Args:
             tokens: Number of tokens of the call.
@@ -227,27 +228,29 @@ class AllReduce(Operator):
         tokens = check_int("tokens", tokens, 0)
         check_bools(norm=norm)
         check_tokens(tokens, self.max_tokens)
-        return self._choose(tokens, epilogue=norm)
+        return self._choose_backend(tokens, epilogue=norm)
 
-    def _backend(self, backend: str, checked: CheckedCall) -> str:
+    def _select_backend(self, backend: str, checked: CheckedCall) -> str:
         name = check_choice("backend", backend, (AUTO, *self.backends))
-        names = backends_with_slots(self.config, self.backends, checked.tokens)
+        names = eligible_backends(self.config, self.backends, checked.tokens)
         if name == AUTO or not names:
-            return self._choose(checked.tokens, epilogue=checked.call.weight is not None).backend
+            return self._choose_backend(
+                checked.tokens, epilogue=checked.call.weight is not None
+            ).backend
         if name not in names:
             raise InvalidArgument(
-                f"backend {name!r} with {checked.tokens} tokens; it has slots for "
-                f"{self.config.direct}: use 'auto' or {names[0]!r}"
+                f"{checked.tokens} tokens exceed the {self.config.direct} slots of backend "
+                f"{name!r}: use 'auto' or {names[0]!r}"
             )
         return name
 
-    def _choose(self, tokens: int, *, epilogue: bool) -> Choice:
+    def _choose_backend(self, tokens: int, *, epilogue: bool) -> Choice:
         choice = self._choices.get((tokens, epilogue))
         if choice is None:
             choice = choose_backend(self.config, self.backends, tokens, epilogue=epilogue)
             if self.group.rank == 0:  # INFO once per backend, because eager calls have many sizes
-                logged = {earlier.backend for earlier in self._choices.values()}
-                level = logging.DEBUG if choice.backend in logged else logging.INFO
+                logged_backends = {logged.backend for logged in self._choices.values()}
+                level = logging.DEBUG if choice.backend in logged_backends else logging.INFO
                 _log.log(level, "all-reduce: %s", choice.text)
             self._choices[tokens, epilogue] = choice
         return choice
@@ -264,10 +267,10 @@ class AllReduce(Operator):
         share[config.slots : config.rows].zero_()
         share[config.rows : config.trailers].fill_(0xFF)
         share[config.trailers :].zero_()
-        gone = [r for r in range(config.ranks) if not self.living_mask >> r & 1]
-        if gone and config.missing == "error":
+        dead_ranks = [r for r in range(config.ranks) if not self.living_mask >> r & 1]
+        if dead_ranks and config.missing == "error":
             self._mailbox.broken = ErrorRecord(
-                code=GONE_UNMASKED, rank=self.group.rank, peer=gone[0], phase=ALL_REDUCE
+                code=GONE_UNMASKED, rank=self.group.rank, peer=dead_ranks[0], phase=ALL_REDUCE
             )
             header.failed = self._mailbox.broken_code = GONE_UNMASKED
 
@@ -278,7 +281,7 @@ class AllReduce(Operator):
         """Do nothing: an all-reduce has no views."""
 
 
-def _checked_backends(names: Sequence[str] | None, missing: str) -> tuple[str, ...]:
+def _check_backends(names: Sequence[str] | None, missing: str) -> tuple[str, ...]:
     if names is None:
         return ("oneshot",) if missing == "drop" else tuple(BACKENDS)
     if not isinstance(names, list | tuple):
@@ -286,11 +289,12 @@ def _checked_backends(names: Sequence[str] | None, missing: str) -> tuple[str, .
     backends = tuple(check_choice(f"backends[{i}]", name, BACKENDS) for i, name in enumerate(names))
     if not backends or len(set(backends)) != len(backends):
         raise InvalidArgument(
-            f"backends is {list(names)!r}; choose some of {format_choices(BACKENDS)}, each once"
+            f"backends is {list(names)!r}; pass one or more of {format_choices(BACKENDS)}, without "
+            "repetition"
         )
     if missing == "drop" and backends != ("oneshot",):
         raise InvalidArgument(
-            f"backends is {list(names)!r} with missing='drop'; in two shots each rank sums its own "
-            "tokens, so only oneshot works without a rank: leave backends out"
+            f"backends is {list(names)!r} with missing='drop', which only oneshot supports: in "
+            "other backends, each rank sums a part of the tokens. Omit backends"
         )
     return backends

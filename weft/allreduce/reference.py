@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference implementation of the fused all-reduce in torch: the specification, bit for bit."""
+"""Bitwise specification of the fused all-reduce in torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Quan
 from weft.fp8 import block_amax, power_above, power_of_two, quantize
 from weft.runtime.ambient import without_autocast
 
-CANONICAL = {
+CANONICAL_NANS = {
     torch.bfloat16: (torch.int16, 0x7FFF),
     torch.float16: (torch.int16, 0x7FFF),
     torch.float32: (torch.int32, 0x7FFFFFFF),
     torch.float8_e4m3fn: (torch.uint8, 0x7F),
 }
-SMALLEST_ROW_SCALE = 2.0**-9 / 448  # allreduce/rmsnorm.cuh
+MIN_ROW_SCALE = 2.0**-9 / 448  # allreduce/rmsnorm.cuh
 
 
 @without_autocast
@@ -29,12 +29,12 @@ def allreduce_fused(
     weight_bias: float = 0.0,
     quant: Quant | None = None,
 ) -> Reduced:
-    """Return all outputs of a fused all-reduce of every rank's rows.
+    """Compute all outputs of a fused all-reduce.
 
     Args:
-        xs: `[tokens, hidden]` of each rank.
-        residual: `[tokens, hidden]`.
-        weight: `[hidden]`, of the rows' dtype or float32.
+        xs: Rows `[tokens, hidden]` of each rank.
+        residual: `[tokens, hidden]`, added to the rounded sum.
+        weight: `[hidden]`, of the rows' dtype or float32; weight of the RMSNorm.
         eps: Epsilon of the RMSNorm.
         weight_bias: Added to `weight`.
         quant: Quantisation of the normed rows; needs a weight.
@@ -57,7 +57,7 @@ def allreduce_fused(
 
 
 def finalize_moe(prologue: MoEFinalize) -> torch.Tensor:
-    """Return the rows `[tokens, hidden]` of a prologue, the input of the all-reduce."""
+    """Compute the rows `[tokens, hidden]` of a prologue, which the all-reduce sums."""
     rows, index = prologue.rows, prologue.index.long()
     valid = (index >= 0) & (index < rows.shape[0])
     size = (index.shape[0], rows.shape[1])
@@ -74,22 +74,25 @@ def finalize_moe(prologue: MoEFinalize) -> torch.Tensor:
 
 
 def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return x rounded to nearest even; every NaN becomes the canonical NaN of GPUs."""
-    integer, bits = CANONICAL[dtype]
+    """Round x to nearest even and replace every NaN by the canonical NaN of GPUs."""
+    integer, bits = CANONICAL_NANS[dtype]
     rounded = x.to(dtype)
     nan = torch.full((), bits, dtype=integer, device=x.device)  # torch.tensor cannot be captured
     return torch.where(x.isnan(), nan, rounded.view(integer)).view(dtype)
 
 
 def full_like(x: torch.Tensor, value: float) -> torch.Tensor:
-    """Return a float32 tensor of `value`; torch replaces division by a number with a product."""
+    """Create a float32 tensor filled with `value`.
+
+    Dividing by such a tensor is exact; torch replaces a division by a number with a product.
+    """
     return torch.full(x.shape, value, dtype=torch.float32, device=x.device)
 
 
 def inverse_rms(rows: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return 1 / sqrt(mean of squares + eps) as `[tokens, 1]`.
+    """Compute 1 / sqrt(mean of squares + eps) as `[tokens, 1]`.
 
-    The order of the sums is that of allreduce/rmsnorm.cuh.
+    The sums have the order that allreduce/rmsnorm.cuh specifies.
     """
     tokens, hidden = rows.shape
     width = 16 // rows.element_size()
@@ -97,8 +100,8 @@ def inverse_rms(rows: torch.Tensor, eps: float) -> torch.Tensor:
     sums = torch.zeros(x.shape[:2], dtype=torch.float32, device=rows.device)
     for i in range(width):
         sums = sums + x[:, :, i] * x[:, :, i]
-    partials = _sum_lanes(_in_lanes(sums))
-    lanes = _in_lanes(partials)
+    partials = _sum_lanes(_pad_to_lanes(sums))
+    lanes = _pad_to_lanes(partials)
     total = torch.zeros((tokens, 32), dtype=torch.float32, device=rows.device)
     for i in range(lanes.shape[1]):
         total = total + lanes[:, i]
@@ -110,7 +113,7 @@ def inverse_rms(rows: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def quantize_norm(norm: torch.Tensor, quant: Quant) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float8_e4m3fn `[tokens, hidden]` and the scales of normed rows."""
+    """Quantise normed rows to float8_e4m3fn `[tokens, hidden]` and scales."""
     match quant:
         case FP8Static():
             one = torch.ones_like(quant.scale, dtype=torch.float32)
@@ -125,7 +128,7 @@ def quantize_norm(norm: torch.Tensor, quant: Quant) -> tuple[torch.Tensor, torch
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """Return x as e4m3, saturating at 448."""
+    """Round x to e4m3, saturating at 448."""
     return round_to(x.clamp(-448.0, 448.0), torch.float8_e4m3fn)
 
 
@@ -140,22 +143,22 @@ def pack_ue8m0(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_by_division(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    amax, broken = block_amax(blocks)
+    amax, is_invalid = block_amax(blocks)
     scale = amax * full_like(amax, 1 / 448)
-    scale = torch.maximum(scale, full_like(amax, SMALLEST_ROW_SCALE))
-    q = torch.where(broken[..., None], torch.nan, blocks / scale[..., None])
-    return to_e4m3(q).flatten(1), torch.where(broken, torch.nan, scale)
+    scale = torch.maximum(scale, full_like(amax, MIN_ROW_SCALE))
+    q = torch.where(is_invalid[..., None], torch.nan, blocks / scale[..., None])
+    return to_e4m3(q).flatten(1), torch.where(is_invalid, torch.nan, scale)
 
 
 def _quantize_by_powers(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    amax, broken = block_amax(blocks)
+    amax, is_invalid = block_amax(blocks)
     power = torch.where(amax == 0, -33, power_above(amax)).clamp(min=-33)
-    byte = torch.where(broken, 255, power + 127).to(torch.uint8)
-    q = torch.where(broken[..., None], torch.nan, blocks * power_of_two(-power)[..., None])
-    return to_e4m3(q).flatten(1), pack_ue8m0(byte)
+    exponent = torch.where(is_invalid, 255, power + 127).to(torch.uint8)
+    q = torch.where(is_invalid[..., None], torch.nan, blocks * power_of_two(-power)[..., None])
+    return to_e4m3(q).flatten(1), pack_ue8m0(exponent)
 
 
-def _in_lanes(sums: torch.Tensor) -> torch.Tensor:
+def _pad_to_lanes(sums: torch.Tensor) -> torch.Tensor:
     """Pad `[tokens, n]` with zeros to `[tokens, ceil(n / 32), 32]`."""
     tokens, count = sums.shape
     padded = torch.nn.functional.pad(sums, (0, -count % 32))
@@ -163,7 +166,7 @@ def _in_lanes(sums: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_lanes(lanes: torch.Tensor) -> torch.Tensor:
-    """Sum `[tokens, n, 32]` over the lanes by xor 16, 8, 4, 2, 1."""
+    """Sum `[tokens, n, 32]` over the lanes in the order of a butterfly shuffle."""
     for step in (16, 8, 4, 2, 1):
         lanes = lanes[..., :step] + lanes[..., step : 2 * step]
     return lanes[..., 0]

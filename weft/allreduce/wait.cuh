@@ -52,7 +52,7 @@ template <Reduction R> struct Call {
     }
 
     // One lane per peer sends this call's word; the same lane compares the peer's. A CTA has enough
-    // threads (_row_shapes in allreduce/kernels.py).
+    // threads (_iter_row_shapes in allreduce/kernels.py).
     WEFT_FN bool has_peer(u32 offset) const {
         return live && blockIdx.x == 0 && offset < R.ranks &&
                is_summed<R>(summed, next_rank<R>(me(), offset));
