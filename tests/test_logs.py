@@ -115,7 +115,9 @@ def test_a_choice_is_logged_once(ranks, caplog):
             return len(caplog.records) - before
 
     assert ranks(2, "threads")(body) == [0, 0]
-    assert re.search(r"rank 0 of 2 on cpu met the others after [\d.]+ s; processes", caplog.text)
+    assert re.search(
+        r"rank 0 of 2 on cpu connected to the others after [\d.]+ s; processes", caplog.text
+    )
     choices = [each for each in caplog.records if each.name == "weft.allreduce.operator"]
     assert [each.levelname for each in choices] == ["INFO", "DEBUG"], "one backend, two sizes"
     assert "oneshot for 1 rows of 128 bytes" in choices[0].getMessage()

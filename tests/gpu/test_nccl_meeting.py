@@ -40,5 +40,5 @@ def test_a_rank_that_dies_while_meeting_is_named_at_once(victim):
     assert reported[victim] is None
     kind, text, seconds = reported[1 - victim]
     assert kind == RendezvousFailed.__name__
-    assert re.search(rf"rank {victim} \(pid \d+\) died before all ranks had met", text)
+    assert re.search(rf"rank {victim} \(pid \d+\) died before all ranks had connected", text)
     assert seconds < 40.0

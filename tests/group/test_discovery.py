@@ -86,7 +86,7 @@ def test_a_failure_to_listen_is_reported_on_every_rank(monkeypatch):
 def test_an_invalid_address_is_refused(address):
     zero, one = find(2, 0.3, rank0=lambda own: {**own, "meeting": address})
     assert "rank 0 did not send a meeting address" in one
-    assert "rank 1 of 2 did not come" in zero  # it knows where
+    assert "rank 1 of 2 did not connect" in zero  # it knows where
 
 
 @pytest.mark.parametrize("answer", [None, 7, {}, {"host": 7}, {"host": "a", "boot": "b"}])
@@ -254,7 +254,7 @@ def test_a_rank_that_dies_in_from_torch_is_named_at_once(group, victim, tmp_path
     if group.rank == victim:
         module: Any = hosts
         module.meet = lambda *_, **__: die()
-    text = rf"rank {victim} \(pid \d+\) died before all ranks had met"
+    text = rf"rank {victim} \(pid \d+\) died before all ranks had connected"
     with raises_soon(RendezvousFailed, text, 40.0):
         Group.from_torch(process_group, device="cpu", timeout=100.0)
 

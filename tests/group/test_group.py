@@ -40,7 +40,9 @@ def test_all_gather_gives_every_rank_the_same(group):
 def test_values_of_up_to_a_mebibyte_of_json_travel(group):
     most = (1 << 20) - 2
     assert [len(each) for each in group.all_gather("x" * most)] == [most] * 2
-    with pytest.raises(InvalidArgument, match="1048578 bytes of JSON and carries at most 1048576"):
+    with pytest.raises(
+        InvalidArgument, match="1048578 bytes of JSON, which exceed the limit of 1048576"
+    ):
         group.all_gather("x" * (1 << 20))
     for value in ({1, 2}, float("nan"), object(), b"bytes", NESTED):
         with pytest.raises(InvalidArgument, match="is not JSON"):
@@ -248,7 +250,8 @@ def test_a_rank_without_room_for_a_descriptor_is_named_on_all(group):
         error = call_outcome(group.barrier)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert re.fullmatch(
-        r"rank 1 \(pid \d+\) cannot take its part of exchange_fds: it is at its limit of 64 open "
+        r"rank 1 \(pid \d+\) cannot receive its part of exchange_fds: it is at its limit of 64 "
+        "open "
         r"descriptors; raise it with `ulimit -n`",
         error[1],
     ), error
@@ -279,7 +282,7 @@ def test_a_rank_that_closed_its_group_is_named(group):
         group.close()
         group.close()
         assert repr(group) == "Group(rank=1, size=3, device=cpu)"
-        with pytest.raises(OutOfOrder, match="the group is closed; make a new one"):
+        with pytest.raises(OutOfOrder, match="the group is closed; create a new one"):
             group.barrier()
         return
     with pytest.raises(RendezvousFailed, match=rf"rank 1 \(pid {os.getpid()}\) closed its group"):

@@ -37,7 +37,7 @@ def test_a_rank_without_pidfds_is_reported_on_all(group: weft.Group) -> None:
         replaced(os, "pidfd_open", PermissionError(1, "Operation not permitted"))
     with pytest.raises((SetupError, RendezvousFailed)) as caught:
         weft.Group.from_torch(group.process_group(), device="cpu")
-    assert "pidfd_open is refused (Operation not permitted)" in str(caught.value)
+    assert "pidfd_open is forbidden (Operation not permitted)" in str(caught.value)
     assert "seccomp" in str(caught.value)
 
 

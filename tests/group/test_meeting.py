@@ -47,11 +47,11 @@ def test_all_ranks_meet_at_any_hub_and_no_name_is_left_while_their_sockets_live(
         ({"abi": None}, f"abi {ABI} and None"),
         ({"size": 3.0}, "size 3 and 3.0"),
         ({"device": "cuda"}, "device 'cpu' and 'cuda'"),
-        ({"rank": 0}, "came as rank 0, which another process has taken"),
-        ({"rank": 2}, "came as rank 2, which another process has taken"),
-        ({"rank": 3}, "came as rank 3, which is none of 3"),
-        ({"rank": True}, "came as rank True, which is none of 3"),
-        ({"rank": "\ud800"}, "came as rank '\\ud800', which is none of 3"),
+        ({"rank": 0}, "has rank 0, which another process has"),
+        ({"rank": 2}, "has rank 2, which another process has"),
+        ({"rank": 3}, "has rank 3, which is not in 0..2"),
+        ({"rank": True}, "has rank True, which is not in 0..2"),
+        ({"rank": "\ud800"}, "has rank '\\ud800', which is not in 0..2"),
     ],
 )
 def test_mismatched_ranks_all_get_the_reason(meeting, changes, text):
@@ -71,7 +71,7 @@ def test_mismatched_ranks_all_get_the_reason(meeting, changes, text):
 def test_missing_ranks_are_named_at_the_deadline_and_a_late_one_is_told_at_once(meeting):
     started = time.monotonic()
     for error in all_ranks(*(lambda r=r: gather(meeting, r, 4, 0.3) for r in (0, 2))):
-        assert "rank 1, 3 of 4 did not come" in str(error)
+        assert "rank 1, 3 of 4 did not connect" in str(error)
     assert not has_listener(meeting)
     assert "the meeting is over" in str(gather(meeting, 1, timeout=30.0))
     assert time.monotonic() - started < 18.0
@@ -79,7 +79,7 @@ def test_missing_ranks_are_named_at_the_deadline_and_a_late_one_is_told_at_once(
 
 def test_a_hub_that_admits_no_rank_is_named_at_the_deadline(meeting):
     text = str(gather(meeting, 1, timeout=0.2))
-    assert "rank 0, at which all meet, did not bring this rank to the others in 0.2 s" in text
+    assert "rank 0, the hub, did not connect this rank to the others within 0.2 s" in text
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,9 @@ def test_a_rank_that_dies_before_it_has_come_ends_the_meeting(meeting, half):
         started = time.monotonic()
         process.kill()
         for rank in ranks:
-            assert f"rank 2 (pid {process.pid}) died before all ranks had met" in rank.result()
+            assert (
+                f"rank 2 (pid {process.pid}) died before all ranks had connected" in rank.result()
+            )
         assert time.monotonic() - started < SOON
 
 
@@ -178,7 +180,7 @@ def test_ranks_of_another_namespace_have_the_deadline(meeting):
         process.kill()
         process.wait()
         text = with_peers(meeting, 0, {1: reply}, size=2, timeout=0.2)
-    assert "rank 1 of 2 did not come" in text
+    assert "rank 1 of 2 did not connect" in text
     assert "rank 1: it runs in another pid namespace" in text
 
 

@@ -236,7 +236,7 @@ def test_a_suspect_that_cannot_be_killed_is_named_with_the_fix(group):
     meet_once(group)
     if group.rank == 1:
         stop()
-    text = rf"rank 1 \(pid {group.pid(1)}\) is suspected, lives, and cannot be killed"
+    text = rf"rank 1 \(pid {group.pid(1)}\) is suspected but alive, and this rank cannot kill it"
     with pytest.raises(RecoveryFailed, match=text) as error:
         group.recover(suspects=[1], timeout=LONG)
     assert "end its process, then call recover again" in str(error.value)
@@ -288,7 +288,7 @@ def test_a_second_thread_may_not_recover(group):
             thread.start()
             while not group._recovery._lock.locked():
                 time.sleep(0.001)
-            text = "^two threads of rank 1 recover one group at a time; call it from one$"
+            text = "^two threads of rank 1 recover one group concurrently; call it from one thread$"
             with pytest.raises(OutOfOrder, match=text):
                 group.recover(suspects=[0, 2, 3], timeout=LONG)
             may_come.fill_(1)
@@ -413,7 +413,7 @@ def test_survivors_of_a_call_recover(group, stops):
             exchange.check()
 
 
-CANNOT = "it needs two ranks or more, each a process, of one machine"
+CANNOT = "it needs at least two ranks that are processes of one machine"
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_a_partly_met_process_is_admitted_by_no_rank(group, how):
         # It finds out in its recovery that none has taken the process in.
         expected: Any = RecoveryFailed, "neither called recover nor ended"
     else:
-        expected = RendezvousFailed, r"rank 3 \(pid |another survivor did not meet all"
+        expected = RendezvousFailed, r"rank 3 \(pid |another survivor did not connect"
     with pytest.raises(expected[0], match=expected[1]):
         group.replace(meeting, timeout=wait)
     end_now(process)
@@ -355,7 +355,7 @@ def test_a_death_in_the_meeting_is_reported_despite_a_forked_child(group, tmp_pa
         threading.Thread(target=fork_and_die).start()
         if victim == 0:
             time.sleep(LONG)
-    text = rf"^rank {victim} \(pid \d+\) died before all ranks had met$"
+    text = rf"^rank {victim} \(pid \d+\) died before all ranks had connected$"
     with raises_soon(RendezvousFailed, text, 30.0):
         group.replace(meeting, timeout=60.0)
     recover(group, *dead)
@@ -368,7 +368,7 @@ def test_survivors_continue_without_a_replacement(group):
     with pytest.raises(OutOfOrder):  # all ranks live
         group.replace(meeting)
     lose(group, 3)
-    with pytest.raises(RendezvousFailed, match="rank 3 of 4 did not come"):
+    with pytest.raises(RendezvousFailed, match="rank 3 of 4 did not connect"):
         group.replace(meeting, timeout=0.3)
     with pytest.raises(RendezvousFailed):
         group.all_gather(1)
@@ -386,7 +386,7 @@ def test_only_dead_ranks_are_replaced(group):
     lose(group, 1)
     meeting = meet_at_0(group)
     process = fork(is_one_too_many, meeting.address, 1) if group.rank == 0 else None
-    text = r"goes on without ranks \[1\], and ranks \[1, 3\] join"
+    text = r"continues without ranks \[1\], but ranks \[1, 3\] join"
     call = partial(group.replace, meeting, timeout=LONG)
     call = partial(join, meeting.address, 3) if group.rank == 3 else call
     with pytest.raises(RendezvousFailed, match="" if group.rank == 3 else text):

@@ -73,7 +73,7 @@ def test_another_user_is_refused(meeting, monkeypatch, listening):
     zero, one = both_meet(meeting, 0.5)
     assert isinstance(zero, RendezvousFailed)
     if listening:
-        assert "rank 0 died before all ranks had met" in str(one)
+        assert "rank 0 died before all ranks had connected" in str(one)
     else:
         assert f"rank 0 runs as user 12345 and this rank as user {os.geteuid()}" in str(one)
 
@@ -190,7 +190,7 @@ def test_a_hello_with_invalid_fields_raises(meeting):
             assert result == "error"
             assert (
                 "disagree" in json.loads(reported)["fail"]
-                or "came as" in json.loads(reported)["fail"]
+                or " has rank " in json.loads(reported)["fail"]
             )
 
     admit()
@@ -273,7 +273,7 @@ def test_ranks_meet_while_strangers_connect_again_and_again(meeting, user):
 
 
 def test_the_hub_keeps_a_bounded_number_of_silent_strangers(meeting, monkeypatch):
-    monkeypatch.setattr(module, "_GREETING", 3)
+    monkeypatch.setattr(module, "_MAX_UNVERIFIED", 3)
     strangers = [connect(meeting) for _ in range(8)]
     assert both_meet(meeting) == [[0, 1]] * 2
     for each in strangers:

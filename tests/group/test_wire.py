@@ -88,8 +88,8 @@ NO_JSON: list[bytes] = [
     ("data", "text"),
     [
         *((data, "not JSON") for data in NO_JSON),
-        (b'{"a":1e999}', "not JSON: 1e999 is no finite number"),
-        (b"[1]", r"a message is \[1\], and no object"),
+        (b'{"a":1e999}', "not JSON: 1e999 is not a finite number"),
+        (b"[1]", r"a message is \[1\], not an object"),
         (b" " * 50_000, "a message of more than 32768 bytes"),
     ],
 )

@@ -387,7 +387,7 @@ def test_one_rank_that_fails_dies_or_stalls_fails_all(victim, where, what, tmp_p
 @pytest.mark.parametrize(
     ("size", "seals", "text"),
     [
-        (2 * PAGE, pages.SEALS, f"sent memory of {2 * PAGE} bytes where {PAGE} were agreed"),
+        (2 * PAGE, pages.SEALS, f"sent memory of {2 * PAGE} bytes, but the ranks agreed on {PAGE}"),
         (PAGE, 0, "it could shrink under its readers"),
         (PAGE, fcntl.F_SEAL_SEAL, "it could shrink under its readers"),
         (PAGE, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_GROW, "it could shrink under its readers"),

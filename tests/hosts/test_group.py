@@ -37,7 +37,7 @@ EVEN = Round(tokens=(2, 2, 2, 2))
 
 @across(2)
 def test_an_all_reduce_and_a_recovery_are_of_one_host(group: weft.Group) -> None:
-    words = r"takes ranks of one host, and these are on 2: pass group\.local"
+    words = r"needs ranks on one host, but they are on 2: pass group\.local"
     with pytest.raises(InvalidArgument, match=f"an all-reduce {words}"):
         weft.AllReduce(group, max_tokens=4, hidden=64)
     with pytest.raises(InvalidArgument, match=f"Buffer {words}"):

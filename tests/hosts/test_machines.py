@@ -143,7 +143,9 @@ def test_a_failure_on_one_machine_is_reported_on_every_rank(group: weft.Group) -
     with pytest.raises(CreationFailed) as caught:
         on_machines(group, *"aabb")
     text = str(caught.value)
-    assert "meeting on one machine, its ranks [2, 3] numbered from 0, failed on rank 2 of" in text
+    assert (
+        "connecting the ranks of one machine, [2, 3] numbered from 0, failed on rank 2 of" in text
+    )
     assert "rank 1 (pid" in text
     assert "could not watch its peers: no more threads" in text
 
@@ -166,7 +168,7 @@ def test_a_domain_of_machines_matches_the_reference(group: weft.Group, boots: st
             assert out.eq(10.0).all()
         with pytest.raises(InvalidArgument, match="a group of 2 machines cannot recover"):
             domain.recover()
-        with pytest.raises(InvalidArgument, match="it takes ranks of one machine, and these are o"):
+        with pytest.raises(InvalidArgument, match="it needs ranks on one machine, but they are on"):
             domain.require_one_machine("it", fix="leave it out")
 
 

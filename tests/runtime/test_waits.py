@@ -80,7 +80,7 @@ def test_a_waiting_meeting_names_the_missing_ranks(caplog):
     with contextlib.closing(Meeting.open()) as meeting, pytest.raises(WeftError):
         meet(meeting, rank=0, size=3, device="cpu", timeout=2.0)
     texts = waits(caplog)
-    assert "of at most 2 s in the meeting for rank 1, 2 of 3 to come" in texts[0]
+    assert "of at most 2 s in the meeting for rank 1, 2 of 3 to join" in texts[0]
     assert len(texts) == 3  # after 0.4, 0.8 and 1.6 s
 
 

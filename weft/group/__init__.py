@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of one job: rendezvous, control messages, liveness, recovery, hosts."""
+"""Group of the ranks of one job: rendezvous, control messages, liveness, recovery, hosts."""
 
 from weft.group.group import Group
 

@@ -8,13 +8,13 @@ end of the process the page is final. All survivors therefore read the same valu
 all values are equal and no rank ended without publishing, the set is decided. Otherwise the next
 round begins with the union.
 
-A bit beside the set says whether the rank has met the new processes of `Group.replace`. The bit is
-decided like the set, except that it is the intersection: one rank without it clears it on all.
+One more bit says whether the rank is connected to the new processes of `Group.replace`. It is
+decided like the set, but as an intersection: one rank without the bit clears it on all.
 
 A rank counts as dead only when the kernel reports that its process has ended. The kernel tears down
 the address space and the GPU context before that, so no store of that rank can arrive later. A
 suspect that does not publish is killed first. models/spin/agreement.pml specifies the protocol and
-shows that two slots suffice: no rank begins round r + 2 before all have read round r.
+shows that two buffers suffice: no rank begins round r + 2 before all have read round r.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from weft.group.liveness import Liveness
 from weft.group.pages import check_sealed, create_sealed_memfd, map_shared, unmap
 from weft.logs import WaitLogTimer
 
-_SET_BITS = 32  # ranks of a set in one word
+_SET_BITS = 32  # number of ranks that one word represents
 ROUND_BUFFERS = 2
 _PAGE = mmap.PAGESIZE
-SUSPECT_SECONDS = 0.5  # a suspect that has not published by then is killed
-_POLL_SECONDS = 0.0005  # between two reads of the pages
+SUSPECT_SECONDS = 0.5  # grace period before a suspect that has not published is killed
+_POLL_SECONDS = 0.0005  # interval between two reads of the pages
 _ROUND_LIMIT = (1 << 31) - 1
 _ADMIT_BIT = 1 << _SET_BITS
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Recovery:
         living: Living ranks, ascending.
         finished: Last round that all survivors had finished, for each operator in order of
             creation. Names are kind and generation, such as "AllToAll 3".
-        seconds: Duration of `recover` on this rank.
+        seconds: Time that `recover` took on this rank.
     """
 
     dead: tuple[int, ...]
@@ -70,7 +70,7 @@ class Decision(NamedTuple):
     Attributes:
         round: Round in which the survivors decided.
         dead: Dead ranks.
-        keep: Whether all survivors take in the new processes.
+        admit: Whether all survivors admit the new processes.
     """
 
     round: int
@@ -79,7 +79,7 @@ class Decision(NamedTuple):
 
 
 class Agreement:
-    """Pages of this rank and its peers. Owns the mappings.
+    """Agreement protocol of one rank; owns the mappings of its page and of its peers' pages.
 
     A word of a page holds, from the top bit down, 31 bits of the round, the bit `admit`, and 32
     bits of the set. More than 32 ranks need several words. A peer accepts the words only when all
@@ -92,16 +92,16 @@ class Agreement:
         processes: Liveness,
         exchange: Callable[[int], Mapping[int, int]],
     ) -> None:
-        """Create the own page and map those of the peers. Collective.
+        """Create this rank's page and map the pages of its peers. Collective.
 
         Args:
             control: Sockets to the peers.
             processes: Processes of the peers.
-            exchange: Sends a descriptor to all peers and returns theirs by rank.
+            exchange: Sends a descriptor to all peers and returns their descriptors by rank.
 
         Raises:
-            HandleUnsupported: a peer sent memory that it could change.
-            OSError: this rank lacks descriptors or memory. Errors of `exchange` are raised too.
+            HandleUnsupported: a peer sent memory that it could resize.
+            OSError: this rank is out of descriptors or memory. Errors of `exchange` are raised too.
         """
         self._rank = control.rank
         self._size = control.size
@@ -109,10 +109,10 @@ class Agreement:
         self._processes = processes
         self._owner = os.getpid()
         self._round = 0
-        self._published = False  # in this round, which is not over
+        self._published = False  # in the current round
         self._dead: frozenset[int] = frozenset()
         self._admit = False
-        self._words = -(-self._size // _SET_BITS)  # that a set takes
+        self._num_words = -(-self._size // _SET_BITS)  # per set
         self._pages: dict[int, int] = {}
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as opened:
             undo.callback(self.close)
@@ -130,14 +130,14 @@ class Agreement:
     def decide(
         self, suspects: Collection[int], deadline: float, *, admit: bool = False
     ) -> Decision:
-        """Return the decision of the survivors. Collective.
+        """Return the dead ranks that all survivors agree on. Collective.
 
-        A call that raises at its deadline can be repeated; it continues in the same round.
+        A call that raised at its deadline can be repeated; it continues in the same round.
 
         Args:
             suspects: Ranks to kill if they do not publish.
             deadline: Deadline in time.monotonic seconds.
-            keep: Whether this rank has new processes to take in. Read when a round begins.
+            admit: Whether this rank can admit new processes. Read when a round begins.
 
         Raises:
             RecoveryFailed: a rank is late, a suspect cannot be killed, or, on all survivors, a rank
@@ -148,7 +148,7 @@ class Agreement:
         while True:
             if not self._published:
                 self._publish()
-            published, gone = self._collect(suspects, deadline)
+            published, ended = self._collect(suspects, deadline)
             self._published = False
             wrong = {
                 rank for rank, (dead, _) in published.items() if any(map(self._is_alive, dead))
@@ -159,9 +159,9 @@ class Agreement:
                     f"group were closed (os.closerange?); {_suggest_kill(wrong)}"
                 )
             own = self._dead, self._admit
-            self._dead = self._dead.union(gone, *(dead for dead, _ in published.values()))
+            self._dead = self._dead.union(ended, *(dead for dead, _ in published.values()))
             self._admit = self._admit and all(admit for _, admit in published.values())
-            if not gone and all(each == own for each in published.values()):
+            if not ended and all(entry == own for entry in published.values()):
                 return Decision(self._round, *own)
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class Agreement:
         self._dead |= {rank for rank in others if self._processes.has_ended(rank)}
         self._round += 1
         if self._round > _ROUND_LIMIT:
-            raise RecoveryFailed(f"this group has recovered {_ROUND_LIMIT} times; make a new one")
+            raise RecoveryFailed(f"this group has recovered {_ROUND_LIMIT} times; create a new one")
         tag = self._round << _ROUND_SHIFT | (_ADMIT_BIT if self._admit else 0)
         bits = sum(1 << rank for rank in self._dead)
         for i, word in enumerate(self._round_words(self._rank)):
@@ -185,26 +185,27 @@ class Agreement:
     def _collect(
         self, suspects: Collection[int], deadline: float
     ) -> tuple[dict[int, tuple[frozenset[int], bool]], set[int]]:
-        """Return what the others published in this round, and the ranks that ended instead."""
+        """Return the entries that peers published in this round, and the ranks that ended."""
         waiting = set(range(self._size)) - {self._rank} - self._dead
         published: dict[int, tuple[frozenset[int], bool]] = {}
-        gone: set[int] = set()
+        ended: set[int] = set()
         reminder = WaitLogTimer()
-        # Per round: a suspect may have published in the last one.
+        # Restarted in each round, because a suspect may have published in the last one.
         kill_at = min(time.monotonic() + SUSPECT_SECONDS, deadline)
         while True:
             for rank in sorted(waiting):
-                ended = self._processes.has_ended(rank)  # first: after its end its page is final
+                # Checked before the page is read: the page of an ended process is final.
+                has_ended = self._processes.has_ended(rank)
                 entry = self._read(rank)
                 if entry is not None:
                     published[rank] = entry
-                elif ended:
-                    gone.add(rank)
+                elif has_ended:
+                    ended.add(rank)
                 else:
                     continue
                 waiting.remove(rank)
             if not waiting:
-                return published, gone
+                return published, ended
             now = time.monotonic()
             if now >= kill_at:
                 for rank in waiting.intersection(suspects):
@@ -220,24 +221,24 @@ class Agreement:
             time.sleep(_POLL_SECONDS)
 
     def _read(self, rank: int) -> tuple[frozenset[int], bool] | None:
-        """Return what a rank has published in this round, or None."""
+        """Return the entry that a rank has published in this round, or None."""
         words = [word.value for word in self._round_words(rank)]
         rounds = [word >> _ROUND_SHIFT for word in words]
         if max(rounds) > self._round:
             raise RecoveryFailed(
                 f"{self._name(rank)} is in round {max(rounds)} of the agreement and this rank in "
-                f"round {self._round}: it has not waited for this rank; make a new group"
+                f"round {self._round}: it did not wait for this rank; create a new group"
             )
         if min(rounds) < self._round:
             return None
         bits = sum((word & _ADMIT_BIT - 1) << i * _SET_BITS for i, word in enumerate(words))
-        dead = frozenset(each for each in range(self._size) if bits >> each & 1)
+        dead = frozenset(peer for peer in range(self._size) if bits >> peer & 1)
         return dead, bool(words[0] & _ADMIT_BIT)
 
     def _round_words(self, rank: int) -> list[ctypes.c_uint64]:
-        """Return the words of a rank's page in this round; each is loaded and stored atomically."""
-        first = self._pages[rank] + 8 * self._words * (self._round % ROUND_BUFFERS)
-        return [ctypes.c_uint64.from_address(first + 8 * i) for i in range(self._words)]
+        """Return the words of a rank's page for this round; accesses to each are atomic."""
+        first = self._pages[rank] + 8 * self._num_words * (self._round % ROUND_BUFFERS)
+        return [ctypes.c_uint64.from_address(first + 8 * i) for i in range(self._num_words)]
 
     def _is_alive(self, rank: int) -> bool:
         return rank == self._rank or not self._processes.has_ended(rank)
@@ -247,7 +248,7 @@ class Agreement:
             self._processes.kill(rank)
         except OSError as error:
             raise RecoveryFailed(
-                f"{self._name(rank)} is suspected, lives, and cannot be killed from here "
+                f"{self._name(rank)} is suspected but alive, and this rank cannot kill it "
                 f"({error.strerror}): end its process, then call recover again"
             ) from error
 

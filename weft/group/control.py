@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control messages: a Unix socket between every two ranks of one host.
+"""Control messages over a Unix socket between each pair of ranks on one host.
 
 In every collective each rank sends one message to each other rank, so no rank is a coordinator.
-When a rank dies, its sockets end; a peer that sees the process end closes them too (`disconnect`),
-because a forked child would keep them open. All others learn at once which rank died. Every wait
-has a deadline. A failed call breaks the group until a recovery resumes it among the living.
+When a rank dies, the kernel closes its sockets. A peer that sees the process end shuts them down
+too (`disconnect`), because a forked child may hold copies. All other ranks see at once which rank
+died. Every wait has a deadline. A failed call breaks the group until a recovery resumes it among
+the living ranks.
 
 A message is one of three:
 
-- part of a call: `op`, `n`, and a `value` or a descriptor
-- `fail`: why the sender's group is broken, with the `n` of the call that failed
-- `bye`: why the sender left, or null if it closed its group
+- part of a call: `op`, the call's number `n`, and a `value` or a descriptor
+- `fail`: the reason why the sender's group is broken, with the `n` of the call that failed
+- `bye`: the reason why the sender left, or null if it closed its group
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Control(Protocol):
         """Return every rank's `value` in rank order, None for a dead rank. Collective.
 
         Args:
-            op: Name of the call. All ranks must make the same one.
+            op: Name of the call, equal on all ranks.
             value: At most 1 MiB of JSON.
             timeout: Seconds to wait.
         """
@@ -62,7 +63,7 @@ class Control(Protocol):
     def exchange_fds(self, fd: int, timeout: float) -> list[int | None]:
         """Return one descriptor of every rank, None for a dead rank. Collective.
 
-        The own entry is a duplicate.
+        This rank's entry is a duplicate of `fd`.
         """
 
     def pid(self, rank: int) -> int | None:
@@ -75,15 +76,15 @@ class Control(Protocol):
         """Break the group: later calls and, if possible, a blocked one raise. Any thread."""
 
     def close(self, reason: str | None = None) -> None:
-        """Leave. Never waits. Peers that wait for this rank get the reason if there is one."""
+        """Leave the group without waiting; peers that wait for this rank get `reason`."""
 
 
 class ControlPlane:
-    """Sockets of one rank to its living peers, as a `Control`. `meet` adds the sockets.
+    """Implementation of `Control` over sockets to the living peers, which `meet` adds.
 
     Attributes:
-        pids: Process id of each rank as the kernel reports it to the rank at which all met; 0 if
-            it has none there.
+        pids: Process id of each rank as the kernel reports it to the hub of the meeting; 0 if the
+            process has no id in the hub's PID namespace.
         describe_activity: Describes ranks that a call waits for, see `Roster.describe_activity`.
     """
 
@@ -95,8 +96,8 @@ class ControlPlane:
         self.peers: dict[int, socket.socket] = {}
         self._owner = os.getpid()
         self._busy = threading.Lock()
-        self._recovery_id = 0  # of messages: what a broken call left in a socket has an older one
-        self._sequence = -1  # number of the last call
+        self._recovery_id = 0  # messages with an older id are leftovers of a broken call
+        self._sequence = -1  # number of the latest call
         self._broken: str | None = None
         self._closed = False
         self.describe_activity: Callable[
@@ -162,19 +163,20 @@ class ControlPlane:
             self.disconnect(rank)
 
     def disconnect(self, rank: int) -> None:
-        """End the connection to a peer whose process has ended, after what it sent. Any thread.
+        """Shut down the connection to a peer whose process has ended. Any thread.
 
-        Without this the connection stays open if a forked child of the peer has the socket.
+        Messages that the peer sent can still be read. Without this call the connection stays open
+        if a forked child of the peer holds the socket.
         """
         connection = self.peers.get(rank)
         if connection is not None:
-            with contextlib.suppress(OSError):  # closed here meanwhile, or there
+            with contextlib.suppress(OSError):  # either end has closed it
                 connection.shutdown(socket.SHUT_RDWR)
 
     def fail(self, text: str) -> NoReturn:
         """Break the group: raise `text` here and send it to every peer whose buffer has room.
 
-        Later calls raise it too, so the first cause is the one that is reported.
+        Later calls raise it too, so that every error reports the first cause.
         """
         self._broken = text
         self._notify(
@@ -186,25 +188,29 @@ class ControlPlane:
         """Raise the last error that a disconnected peer reported."""
         while (message := self.receive(rank, op)) is not None:
             message.close_fd()
-        self.fail(f"{self.name(rank)} broke the protocol in {op}: it reads no more")
+        self.fail(f"{self.name(rank)} broke the protocol in {op}: it stopped reading messages")
 
     def close(self, reason: str | None = None) -> None:
-        """See `Control.close`. Ranks that wait for this one now or later raise `reason`."""
+        """See `Control.close`. Peers that wait for this rank now or later raise `reason`."""
         if self._closed:
             return
         self._closed = True
         with contextlib.suppress(OSError), contextlib.ExitStack() as last:
             for connection in self.peers.values():
                 last.callback(connection.close)  # fails if other code has closed its descriptor
-            if os.getpid() == self._owner:  # a forked child must not speak for its parent
+            if os.getpid() == self._owner:  # a forked child must not send for its parent
                 self._notify({"bye": None if reason is None else sanitize_text(reason)})
 
     def _exchange(
         self, op: str, part: bytes, timeout: float, *, fd: int | None = None
     ) -> dict[int, Message]:
-        """Send a message to every peer and receive one of each.
+        """Send a message to every peer and receive one from each.
 
-        `part` is the JSON that the message has beside its call. `fd` is its descriptor.
+        Args:
+            op: Name of the call.
+            part: JSON to append to the fields that identify the call.
+            timeout: Seconds to wait.
+            fd: Descriptor to send, or None.
         """
         deadline = time.monotonic() + timeout
         call = encode({"recovery_id": self._recovery_id, "op": op, "n": self._sequence})
@@ -229,10 +235,9 @@ class ControlPlane:
                     self._log_wait(waiting, received, op, waited, timeout)
                 poller = select.poll()
                 for rank in waiting:
-                    awaited = 0 if rank in received else select.POLLIN
-                    poller.register(
-                        self.peers[rank], awaited | (select.POLLOUT if rank in unsent else 0)
-                    )
+                    events = 0 if rank in received else select.POLLIN
+                    events |= select.POLLOUT if rank in unsent else 0
+                    poller.register(self.peers[rank], events)
                 poller.poll(remaining_ms(reminder.next_wakeup(deadline)))
         except BaseException:
             for message in received.values():
@@ -246,13 +251,13 @@ class ControlPlane:
         except Disconnected:
             self.raise_peer_error(rank, op)
         except OSError as error:
-            self.fail(f"{self.name(rank)} cannot be sent its part of {op}: {error}")
+            self.fail(f"cannot send {self.name(rank)} its part of {op}: {error}")
 
     def receive(self, rank: int, op: str) -> Message | None:
-        """Return the peer's next message of this era, or None if none has arrived.
+        """Return the peer's next message since the last recovery, or None if none has arrived.
 
         Raises:
-            RendezvousFailed: there will be none.
+            RendezvousFailed: the peer died, left or failed, or the group is broken.
         """
         if self._broken is not None:
             raise RendezvousFailed(self._broken)
@@ -273,7 +278,7 @@ class ControlPlane:
         except Disconnected:
             self.fail(self._broken or f"{self.name(rank)} died while the group was in {op}")
         except DescriptorLimit as error:
-            self.fail(f"{self.name(self.rank)} cannot take its part of {op}: {error}")
+            self.fail(f"{self.name(self.rank)} cannot receive its part of {op}: {error}")
         except (MalformedMessage, OSError) as error:
             self.fail(f"{self.name(rank)} broke the protocol in {op}: {error}")
         return None
@@ -281,7 +286,7 @@ class ControlPlane:
     def _raise_failure_of(self, op: str) -> None:
         """Raise the error of a peer that sent its part of this call and then gave up waiting.
 
-        A peer that fails in a later call has received all parts of this one.
+        A peer that fails in a later call has received all parts of this call.
         """
         for rank, connection in self.peers.items():
             with contextlib.suppress(
@@ -293,7 +298,7 @@ class ControlPlane:
                     self.receive(rank, op)
 
     def current_call(self, rank: int) -> str | None:
-        """See `Control.current_call`. The message of the call stays in the socket."""
+        """See `Control.current_call`. Peeks at the call's message and leaves it in the socket."""
         connection = self.peers.get(rank)
         if connection is None:
             return None
@@ -357,23 +362,24 @@ class ControlPlane:
                 send(connection, encode(body))
 
     def check_process(self) -> None:
-        """Raise OutOfOrder in a forked child, which peers would mistake for this rank."""
+        """Raise OutOfOrder in a forked child, whose messages peers would take for this rank's."""
         if os.getpid() != self._owner:
             raise OutOfOrder(
                 f"the group belongs to process {self._owner} and was used in its forked child "
-                f"{os.getpid()}; make a group in the process that uses it"
+                f"{os.getpid()}; create a group in the process that uses it"
             )
 
     @contextlib.contextmanager
     def _collective(self) -> Iterator[None]:
         if self._closed:
-            raise OutOfOrder("the group is closed; make a new one")
+            raise OutOfOrder("the group is closed; create a new one")
         self.check_process()
         if self._broken is not None:
             raise RendezvousFailed(self._broken)
         if not self._busy.acquire(blocking=False):
             raise OutOfOrder(
-                f"two threads of rank {self.rank} use one group at a time; make the calls from one"
+                f"two threads of rank {self.rank} use one group concurrently; call it from one "
+                "thread"
             )
         try:
             self._sequence += 1

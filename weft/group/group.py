@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of one job: how they meet, what they tell each other, and on which hosts they are."""
+"""The public `Group` of a job's ranks: rendezvous, collectives, hosts and recovery."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ T = TypeVar("T")
 
 
 class Group:
-    """Hold the ranks of one job: ranks of one host, which share memory, or of several hosts.
+    """Ranks of one job, on one host with shared memory or on several hosts.
 
-    Make a group with `Group.from_torch`, `Group.join`, or inside `weft.launch`. Methods that
-    communicate are collective: every rank calls the same ones in the same order, each from one
-    thread at a time. When a rank dies they raise RendezvousFailed naming it, until the survivors
-    call `recover`. A group is a context manager that closes it.
+    Create a group with `Group.from_torch`, `Group.join`, or inside `weft.launch`. Methods that
+    communicate are collective: every rank calls the same methods in the same order, from one
+    thread at a time. After a rank dies they raise RendezvousFailed with its rank, until the
+    survivors call `recover`. Use a group as a context manager to close it.
 
-    Machines whose GPUs one NVLink domain joins count as one host. With several hosts
+    Machines whose GPUs are connected by one NVLink domain count as one host. With several hosts
     (`from_torch`), `local` is the group of this rank's host and `rail` the torch process group of
-    the ranks with the same place on each host.
+    the ranks that have this rank's local rank on each host.
 
     Attributes:
         rank: Rank of this process.
         size: Number of ranks.
         device: Device of this rank's memory, "cpu" or "cuda:i".
-        machines: Number of machines. It exceeds `hosts` if NVLink joins some.
+        machines: Number of machines. It exceeds `hosts` if NVLink connects some of them.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class Group:
         self.size = control.size
         self.device = device
         self.machines = machines
-        # Machines of the group of which this one is a host.
+        # Number of machines of the whole job, of which this group may be one host.
         self.job_machines = machines if job_machines is None else job_machines
         self._threads = threads
         self._process_group = process_group
-        self._own: ManagedProcessGroup | None = None
-        self._local: Group | None = None  # where there are several hosts
+        self._managed_group: ManagedProcessGroup | None = None
+        self._local: Group | None = None  # set if the group has several hosts
         self._topology = Topology((tuple(range(self.size)),))
         self._roster = Roster(self.rank, self.size)
         self._messages = Messages(control, self._roster, timeout=timeout)
         self._recovery = GroupRecovery(self._messages, self._roster, device, self.job_machines)
-        # A group that is dropped unclosed releases its connections; at exit the system does.
+        # Releases the connections of an unclosed group; at exit the system does.
         weakref.finalize(self, self._recovery.close).atexit = False
         if isinstance(control, ControlPlane):
             control.describe_activity = self._roster.describe_activity
@@ -103,10 +103,10 @@ class Group:
         timeout: float,
         threads: bool = False,
     ) -> Group:
-        """Make the group of the ranks that come to `meeting`. Collective.
+        """Create the group of the ranks that join `meeting`. Collective.
 
         Raises:
-            RendezvousFailed: a rank does not come, or differs.
+            RendezvousFailed: a rank does not join, or was built for another group.
         """
         check_instance("meeting", meeting, Meeting)
         size = check_int("size", size, 1, MAX_RANKS)
@@ -126,22 +126,22 @@ class Group:
         device: torch.device | str,
         timeout: float = 120.0,
     ) -> Group:
-        """Join as the replacement of a dead rank, in a new process.
+        """Join the survivors of a group as the replacement of a dead rank, in a new process.
 
-        Make the same operators as the survivors have, in the same order, then call `enter`.
+        Create the operators that the survivors have, in the same order, then call `enter`.
 
         Args:
-            meeting: What `open_meeting` returned to the survivors, or its `address`.
+            meeting: Meeting that `open_meeting` returned to the survivors, or its `address`.
             rank: Number of the dead rank.
             size: Number of ranks of the group.
             device: Device of this rank's memory.
-            timeout: Seconds to meet, and the group's `timeout`.
+            timeout: Seconds for the rendezvous, and the group's `timeout`.
 
         Returns:
             The group.
 
         Raises:
-            RendezvousFailed: the ranks do not meet, or no rank has to be replaced.
+            RendezvousFailed: the rendezvous failed, or no rank has to be replaced.
         """
         group = cls.from_meeting(
             Meeting.from_address(meeting) if isinstance(meeting, str) else meeting,
@@ -165,26 +165,26 @@ class Group:
         device: torch.device | str | None = None,
         timeout: float = 120.0,
     ) -> Group:
-        """Make a group of the ranks of a torch process group. Collective.
+        """Create a group of the ranks of a torch process group. Collective.
 
-        On one host weft uses the process group only to meet. Ranks find out who shares a host by
-        boot id and `WEFT_HOST`, and by fabric handles if NVLink joins machines. Between hosts,
-        control messages and rows travel over torch process groups.
+        On one host weft uses the process group only for the rendezvous. Ranks share a host if they
+        have the same boot id and `WEFT_HOST`, or if NVLink connects their machines (fabric
+        handles). Between hosts, control messages and rows are sent over torch process groups.
 
         Args:
-            process_group: Ranks of the group. Default: the world. It stays the caller's.
+            process_group: Ranks of the group; owned by the caller. Default: the world.
             device: Device of this rank's memory. Default: the current CUDA device if there is one,
                 else the CPU.
-            timeout: Seconds to meet, and the group's `timeout`.
+            timeout: Seconds for the rendezvous, and the group's `timeout`.
 
         Returns:
             The group.
 
         Raises:
-            InvalidArgument: torch.distributed is not initialised, or this process is no member.
-            RendezvousFailed: the ranks do not meet, or hosts have different numbers of ranks.
+            InvalidArgument: torch.distributed is not initialised, or this process is not a member.
+            RendezvousFailed: the rendezvous failed, or hosts have different numbers of ranks.
         """
-        timeout, place = check_seconds("timeout", timeout), resolve_device(device)
+        timeout, rank_device = check_seconds("timeout", timeout), resolve_device(device)
         group = dist.group.WORLD if process_group is None else process_group
         if group is None:
             raise InvalidArgument(
@@ -193,11 +193,11 @@ class Group:
             )
         check_instance("process_group", group, dist.ProcessGroup)
         if dist.get_rank(group) < 0:
-            raise InvalidArgument("this process is no member of the given process group")
-        return cls._over(group, place, timeout)
+            raise InvalidArgument("this process is not a member of the process group")
+        return cls._from_process_group(group, rank_device, timeout)
 
     @classmethod
-    def _over(
+    def _from_process_group(
         cls,
         process_group: dist.ProcessGroup,
         device: torch.device,
@@ -209,7 +209,7 @@ class Group:
         exchange = partial(control.gather, "Group.from_torch", timeout=timeout)
         reports = exchange(report_location(process_group, device))
         machines = group_by_machine(reports)
-        make = partial(
+        create = partial(
             cls,
             device=device,
             timeout=timeout,
@@ -218,73 +218,72 @@ class Group:
             job_machines=job_machines,
         )
         if len(machines) == 1:
-            return make(connect_machine(exchange, rank, size, device.type, timeout))
+            return create(connect_machine(exchange, rank, size, device.type, timeout))
 
-        reached: list[list[int]] = [[] for _ in reports]
+        reachable: list[list[int]] = [[] for _ in reports]
         if device.type == "cuda":
-            reached = cuda.find_reachable_ranks(
+            reachable = cuda.find_reachable_ranks(
                 device, exchange, [machine[0] for machine in machines]
             )
-        ranks, names = group_by_host(reports, reached)
-        group = make(control)
+        ranks, names = group_by_host(reports, reachable)
+        group = create(control)
         if len(ranks) > 1:
-            group._meet_host(process_group, ranks, names, reports)
+            group._connect_host(process_group, ranks, names, reports)
         else:
-            group._watch_machine(next(each for each in machines if rank in each))
+            group._watch_machine(next(machine for machine in machines if rank in machine))
         return group
 
     def _watch_machine(self, ranks: Sequence[int]) -> None:
-        """Notice the deaths of `ranks`, which share this rank's machine. Collective over all.
+        """Watch `ranks`, which share this rank's machine, for deaths. Collective over all ranks.
 
-        Ranks of other machines learn of them from the ranks that are in a call.
+        Ranks of other machines get the deaths from the ranks that are in a call.
         """
 
         def exchange(value: JSON) -> list[Any]:
             values = self._messages.gather("Group.from_torch", value)
             return [values[rank] for rank in ranks]
 
-        def meet_on_machine() -> None:
-            place, count = ranks.index(self.rank), len(ranks)
-            control = connect_machine(exchange, place, count, self.device.type, self.timeout)
+        def connect_and_watch() -> None:
+            local_rank, count = ranks.index(self.rank), len(ranks)
+            control = connect_machine(exchange, local_rank, count, self.device.type, self.timeout)
             self._recovery.watch(control, ranks)
 
-        action = f"meeting on one machine, its ranks {list(ranks)} numbered from 0,"
-        self.run_collective(meet_on_machine, action=action)
+        action = f"connecting the ranks of one machine, {list(ranks)} numbered from 0,"
+        self.run_collective(connect_and_watch, action=action)
 
-    def _meet_host(
+    def _connect_host(
         self,
-        whole: dist.ProcessGroup,
+        parent: dist.ProcessGroup,
         ranks: tuple[tuple[int, ...], ...],
         names: tuple[str, ...],
         reports: list[Any],
     ) -> None:
-        """Make the group of this rank's host, and open the rail. Collective over all hosts."""
-        index = next(i for i, each in enumerate(ranks) if self.rank in each)
+        """Create the group of this rank's host, and open the rail. Collective over all hosts."""
+        index = next(i for i, host_ranks in enumerate(ranks) if self.rank in host_ranks)
 
-        def meet_on_host() -> tuple[Group, dist.ProcessGroup]:
-            gpus = self.device.type == "cuda"
+        def connect() -> tuple[Group, dist.ProcessGroup]:
+            use_gpus = self.device.type == "cuda"
             shared, rail = open_process_groups(
-                whole, ranks, self.rank, reports, self.timeout, gpus=gpus
+                parent, ranks, self.rank, reports, self.timeout, use_gpus=use_gpus
             )
-            local = Group._over(shared, self.device, self.timeout, self.machines)
+            local = Group._from_process_group(shared, self.device, self.timeout, self.machines)
             if local.hosts > 1:
                 raise RendezvousFailed(
-                    f"the ranks of {names[index]} could map each other's memory and now cannot: "
-                    "look at the NVLink domain's IMEX service (nvidia-imex-ctl -N), and restart "
-                    "the job"
+                    f"the ranks of {names[index]} can no longer map each other's memory: check the "
+                    "NVLink domain's IMEX service (nvidia-imex-ctl -N), and restart the job"
                 )
             return local, rail
 
-        action = f"meeting on one host, its ranks {list(ranks[index])} numbered from 0,"
-        self._local, rail = self.run_collective(meet_on_host, action=action)
+        action = f"connecting the ranks of one host, {list(ranks[index])} numbered from 0,"
+        self._local, rail = self.run_collective(connect, action=action)
         # torch numbers the ranks of the rail by rank, which need not be the order of hosts.
-        world, place = dist.get_process_group_ranks(whole), ranks[index].index(self.rank)
-        peers = tuple(world[each[place]] for each in ranks)
+        world, local_rank = dist.get_process_group_ranks(parent), ranks[index].index(self.rank)
+        peers = tuple(world[host_ranks[local_rank]] for host_ranks in ranks)
         self._topology = Topology(ranks, names, index, rail, peers, reports[0]["token"])
 
     @property
     def timeout(self) -> float:
-        """Seconds that a control message may take if the call names no timeout."""
+        """Default timeout of a control message in seconds."""
         return self._messages.timeout
 
     @timeout.setter
@@ -293,7 +292,7 @@ class Group:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Ranks that take part: all of them until a recovery continues without the dead."""
+        """Participating ranks: all of them until a recovery excludes the dead."""
         return self._roster.living
 
     @property
@@ -303,12 +302,12 @@ class Group:
 
     @property
     def ended(self) -> frozenset[int]:
-        """Ranks whose processes have ended, as far as this rank knows, among those that take part.
+        """Participating ranks whose processes are known to have ended.
 
-        With several hosts, those of this rank's host.
+        With several hosts, only ranks of this rank's host are known.
         """
         if self._local is not None:
-            return frozenset(self.host_ranks[self.host][place] for place in self._local.ended)
+            return frozenset(self.host_ranks[self.host][rank] for rank in self._local.ended)
         return self._roster.ended
 
     @property
@@ -318,7 +317,7 @@ class Group:
 
     @property
     def host(self) -> int:
-        """Index of this rank's host. Hosts are numbered by their first ranks."""
+        """Index of this rank's host. Hosts are ordered by their first ranks."""
         return self._topology.index
 
     @property
@@ -328,17 +327,17 @@ class Group:
 
     @internal
     def host_name(self, host: int) -> str:
-        """Return a host as errors name it."""
+        """Return the name of a host for errors."""
         return self._topology.host_name(host)
 
     @property
     def local(self) -> Group:
-        """Group of this rank's host; on one host the group itself."""
+        """Group of this rank's host: the group itself if there is one host."""
         return self if self._local is None else self._local
 
     @property
     def rail(self) -> dist.ProcessGroup:
-        """Process group of the ranks with this rank's place on each host, ordered by rank.
+        """Process group of the ranks with this rank's local rank on each host, ordered by rank.
 
         Raises:
             InvalidArgument: the group is on one host.
@@ -347,7 +346,7 @@ class Group:
 
     @property
     def rail_peers(self) -> tuple[int, ...]:
-        """Rank of `rail` on each host, as torch's default process group numbers it.
+        """Rank of each host's member of `rail` in torch's default process group.
 
         Raises:
             InvalidArgument: the group is on one host.
@@ -357,36 +356,36 @@ class Group:
 
     @property
     def token(self) -> str:
-        """Word that no other group has, equal on all ranks; "" on one host."""
+        """Unique id of this group, equal on all ranks; "" on one host."""
         return self._topology.token
 
     @internal
     def require_one_host(
         self,
-        what: str,
+        label: str,
         *,
-        fix: str = "pass group.local, or take weft.AllToAll, weft.LowLatencyAllToAll or weft.MoE, "
-        "which serve several",
+        fix: str = "pass group.local, or use weft.AllToAll, weft.LowLatencyAllToAll or weft.MoE, "
+        "which support several hosts",
     ) -> Group:
         """Return this group, or raise InvalidArgument if it has several hosts.
 
-        `what` names the object that serves one host.
+        `label` names the object that needs one host, for the error.
         """
         if self.hosts > 1:
             raise InvalidArgument(
-                f"{what} takes ranks of one host, and these are on {self.hosts}: {fix}"
+                f"{label} needs ranks on one host, but they are on {self.hosts}: {fix}"
             )
         return self
 
     @internal
-    def require_one_machine(self, what: str, *, fix: str) -> Group:
+    def require_one_machine(self, label: str, *, fix: str) -> Group:
         """Return this group, or raise InvalidArgument if it has several machines.
 
-        `what` names the object that needs `recover`, which serves one machine.
+        `label` names the object that needs `recover`, which supports one machine.
         """
         if self.machines > 1:
             raise InvalidArgument(
-                f"{what} takes ranks of one machine, and these are on {self.machines}: {fix}"
+                f"{label} needs ranks on one machine, but they are on {self.machines}: {fix}"
             )
         return self
 
@@ -396,9 +395,9 @@ class Group:
 
     @internal
     def describe_activity(self, ranks: Collection[int]) -> dict[int, str]:
-        """Return, in words, what each of `ranks` is doing as far as this rank can see.
+        """Describe the state of each of `ranks` as seen from this rank, for errors.
 
-        Takes 0.1 s.
+        Blocks for 0.1 s.
         """
         return self._roster.describe_activity(ranks, self._messages.control.current_call)
 
@@ -413,67 +412,71 @@ class Group:
         """Return every rank's value in rank order; None for a dead rank. Collective.
 
         Args:
-            value: At most 1 MiB of JSON. Tuples return as lists.
+            value: At most 1 MiB of JSON. Tuples are returned as lists.
             timeout: Seconds to wait. Default: the group's `timeout`.
 
         Raises:
             InvalidArgument: JSON cannot represent the value.
-            RendezvousFailed: a rank died, closed its group or did not come in time.
+            RendezvousFailed: a rank died, closed its group or did not call in time.
         """
         return self._messages.all_gather(value, timeout=timeout)
 
     def barrier(self, *, timeout: float | None = None) -> None:
-        """Return when every rank has called it. Collective.
+        """Block until every rank has called it. Collective.
 
         Args:
             timeout: Seconds to wait. Default: the group's `timeout`.
 
         Raises:
-            RendezvousFailed: a rank died, closed its group or did not come in time.
+            RendezvousFailed: a rank died, closed its group or did not call in time.
         """
         self._messages.barrier(timeout=timeout)
 
     def vote(
         self, error: BaseException | None, *, action: str, undo: Callable[[], None] | None = None
     ) -> None:
-        """Continue only if every rank can. Collective.
+        """Raise on every rank if any rank passes an error. Collective.
 
         Args:
-            error: What stopped this rank, or None. It becomes the cause of the error raised here.
-            doing: What the ranks are doing, for errors.
-            undo: Called before an error is raised on a rank that passed none, to release what it
-                made; also if the vote itself fails.
+            error: Error of this rank, or None. It becomes the cause of the error raised here.
+            action: Description of the step, for errors: "creating a heap".
+            undo: Releases this rank's resources. Called before the raise on a rank that passed no
+                error, also if the vote itself fails.
 
         Raises:
-            CreationFailed: a rank passed an error. The same text on every rank, naming the ranks.
+            CreationFailed: a rank passed an error. Every rank raises the same text with the ranks.
             UsageError: every rank passed an error of this same class, so the call is wrong on each.
         """
         self._messages.vote(error, action=action, undo=undo)
 
     def run_collective(self, step: Callable[[], T], *, action: str) -> T:
-        """Run `step` on every rank, vote on how it went, and return its result. Collective.
+        """Run `step` on every rank and return its result, or raise on all of them. Collective.
 
-        Raises as `vote` does, the same on every rank, if `step` raised on any.
+        If `step` raises on any rank, every rank raises as `vote` does.
         """
         return self._messages.run_collective(step, action=action)
 
     def agree(self, value: JSON, *, what: str) -> None:
-        """Check that every rank passes an equal `value`; `what` names it in the error. Collective.
+        """Check that every rank passes an equal `value`. Collective.
+
+        Args:
+            value: JSON value of this rank.
+            what: Name of the value, for errors.
 
         Raises:
-            GeometryMismatch: values differ. The same text on every rank, naming two ranks and, key
-                by key for dicts, both values.
+            GeometryMismatch: values differ. Every rank raises the same text with two ranks and both
+                values; for dicts, only the keys that differ.
         """
         self._messages.agree(value, what=what)
 
     def exchange_fds(self, fd: int, *, timeout: float | None = None) -> list[int | None]:
         """Return one file descriptor of every rank, in rank order. Collective.
 
-        The own entry is a duplicate; that of a dead rank is None. The caller closes all of them.
+        This rank's entry is a duplicate, and that of a dead rank is None. The caller closes all.
 
         Raises:
             InvalidArgument: the group spans several machines, or `fd` is not open.
-            RendezvousFailed: a rank died, closed its group or did not come in time.
+            RendezvousFailed: a rank died, closed its group or did not call in time.
         """
         return self._messages.exchange_fds(fd, timeout=timeout)
 
@@ -485,14 +488,14 @@ class Group:
         *,
         action: str,
     ) -> None:
-        """Pass a descriptor of every rank's share to all ranks, which map them. Collective.
+        """Send a descriptor of this rank's share to all ranks, and map all shares. Collective.
 
-        No descriptor stays open: it would keep the memory alive after its owner's death.
+        All descriptors are closed: an open one would keep the memory alive after its owner's death.
 
         Args:
-            export: Returns a new descriptor of the own share.
+            export: Returns a new descriptor of this rank's share.
             map_fds: Maps shares, given the descriptor of each rank.
-            doing: What the ranks are doing, for errors.
+            action: Description of the step, for errors.
 
         Raises:
             CreationFailed: a rank failed. Raised on every rank.
@@ -523,9 +526,14 @@ class Group:
 
     @internal
     def next_number(self, what: str, last: int, limit: int) -> int:
-        """Return the number after `last`, from 1 to `limit`, the same on every rank. Collective.
+        """Return the number after `last`, from 1 to `limit`, equal on every rank. Collective.
 
-        A new process gets the number that the survivors gave to the same object.
+        A new process gets the number that the survivors have for the same object.
+
+        Args:
+            what: Name of the counter, for errors.
+            last: This rank's previous number.
+            limit: Largest number; 1 follows it.
         """
         return self._messages.next_number(what, last, limit)
 
@@ -533,26 +541,26 @@ class Group:
     def creation(
         self, *, is_workspace: bool = False, workspace: Creation | None = None
     ) -> AbstractContextManager[Creation]:
-        """Record the control messages inside the context, for a new process that makes the object.
+        """Record the control messages of a constructor, to repeat them for a new process.
 
         Args:
-            is_workspace: The object is memory that others share. A new process makes it with the
-                first of them that is open.
+            is_workspace: The object is memory that several objects share. A new process creates it
+                with the first of them that is open.
             workspace: Creation of the memory that the object shares.
         """
         return self._messages.creation(is_workspace=is_workspace, workspace=workspace)
 
     @internal
     def record(self, step: Callable[[Messages], T]) -> T:
-        """Run `step` and record it as part of the creation under way. Collective.
+        """Run `step` and record it in the current creation. Collective.
 
-        `step` runs again for a rank that joins. It must not hold the group: a group that is dropped
-        is released at once.
+        `step` runs again when a new process joins. It must not reference the group, which could
+        then not be released when its last user drops it.
         """
         return self._messages.record(step)
 
     def attach(self, member: Lifecycle) -> None:
-        """Notify `member` of deaths, of this rank's leaving and of recoveries.
+        """Register `member` to be notified of deaths, recoveries and the close of this group.
 
         Call it once for each heap, after its creation.
         """
@@ -561,8 +569,8 @@ class Group:
     def process_group(self) -> dist.ProcessGroup:
         """Return the torch process group of these ranks. Collective at the first call.
 
-        A group from `from_torch` returns the one it was made from. Otherwise the process's default
-        group is made: NCCL if each rank has a GPU of its own, else gloo.
+        A group from `from_torch` returns the process group that it was created from. Otherwise
+        torch's default group is initialised: NCCL if each rank has its own GPU, else gloo.
 
         Raises:
             InvalidArgument: the ranks are threads, or torch.distributed is already initialised.
@@ -575,36 +583,37 @@ class Group:
                 'use weft.launch(..., device="cpu")'
             )
         if self._recovery.closed:
-            raise OutOfOrder("the group is closed; make a new one")
+            raise OutOfOrder("the group is closed; create a new one")
         if dist.is_initialized():
             raise InvalidArgument(
-                "torch.distributed is initialised already; make this group with "
-                "weft.Group.from_torch() so that both are the same ranks"
+                "torch.distributed is initialised already; create this group with "
+                "weft.Group.from_torch() so that both have the same ranks"
             )
 
-        self._own = ManagedProcessGroup(self._messages, self.device)
-        self._process_group = self._own.process_group
+        self._managed_group = ManagedProcessGroup(self._messages, self.device)
+        self._process_group = self._managed_group.process_group
         return self._process_group
 
     def recover(self, *, suspects: Sequence[int] = (), timeout: float = 10.0) -> Recovery:
         """Continue without the ranks that died. Collective over the living ranks.
 
         Call it on every survivor after a `GroupError` or `RendezvousFailed`, while no call and no
-        replay runs. The survivors agree on who is dead, end their own calls, and reset the memory
-        of all operators to its state at creation, at the same addresses. Control messages continue
-        among the living; where they return a value of each rank, a dead rank has None.
+        graph replay runs. The survivors agree on the dead ranks, end their own calls, and reset the
+        memory of all operators to its initial state, at the same addresses. Control messages
+        continue among the living; results with one value per rank have None for a dead rank.
 
         Args:
             suspects: Ranks to kill unless they call `recover` within half a second. Ranks that an
                 operator timed out on (PeerTimeout) are included. No other rank is killed.
-            timeout: Seconds in all.
+            timeout: Total seconds.
 
         Returns:
-            The dead and living ranks, the rounds that all survivors finished, and the seconds it
-                took.
+            The dead and living ranks, the rounds that all survivors finished, and the elapsed
+                seconds.
 
         Raises:
-            RecoveryFailed: a rank neither came nor ended. End its process and call `recover` again.
+            RecoveryFailed: a rank neither called `recover` nor ended. End its process and call
+                `recover` again.
             ExpertsLost: a layer cannot continue without the dead. All others have recovered.
             CreationFailed: some operators could not recover; the text names the ranks.
             InvalidArgument: the ranks are threads, or on several machines.
@@ -618,40 +627,39 @@ class Group:
         """Open a meeting for `replace` and `join`. Collective over the living ranks.
 
         Returns:
-            The meeting. Pass its `address` to the new processes only: it admits a process of this
-                user.
+            The meeting. Pass its `address` to the new processes only: any process of this user that
+                has the address can join.
 
         Raises:
             CreationFailed: a rank has no file descriptor left.
         """
-
         return self._recovery.open_meeting()
 
     def replace(self, meeting: Meeting, *, timeout: float = 120.0) -> None:
-        """Take in new processes for all dead ranks. Collective over the living ranks.
+        """Admit new processes in place of all dead ranks. Collective over the living ranks.
 
-        Meanwhile each new process calls `Group.join` with the number of a dead rank, makes the
-        operators of this group in the same order, and calls `enter`. Its memory is mapped where
-        that of the dead rank was, so addresses and captured graphs stay valid. If it raises, end
-        the new processes and call `recover`.
+        Each new process calls `Group.join` with the number of a dead rank, creates the operators
+        of this group in the same order, and calls `enter`. Its memory is mapped at the addresses of
+        the dead rank's memory, so captured graphs stay valid. If `replace` raises, end the new
+        processes and call `recover`.
 
         Args:
-            meeting: What `open_meeting` returned.
-            timeout: Seconds for all to meet, and then for each step of the new processes.
+            meeting: Meeting from `open_meeting`.
+            timeout: Seconds for the rendezvous, and then for each step of the new processes.
 
         Raises:
             OutOfOrder: no rank is dead.
-            RendezvousFailed: a new process does not come in time, or dies.
-            GeometryMismatch: a new process makes other operators.
-            CreationFailed: a rank cannot do its part. Every rank raises it.
-            RecoveryFailed: a survivor does not come.
+            RendezvousFailed: a new process does not join in time, or dies.
+            GeometryMismatch: a new process creates other operators.
+            CreationFailed: a step failed on a rank. Every rank raises it.
+            RecoveryFailed: a survivor does not call `replace`.
         """
         check_instance("meeting", meeting, Meeting)
         timeout = check_seconds("timeout", timeout)
         self._recovery.replace(meeting, timeout)
 
     def enter(self, *, timeout: float = 120.0) -> None:
-        """Start to take calls, after `join` and the constructors. Collective with `replace`.
+        """Become a full member after `join` and the constructors. Collective with `replace`.
 
         Args:
             timeout: Seconds to wait for the other ranks.
@@ -659,23 +667,24 @@ class Group:
         self._recovery.enter(check_seconds("timeout", timeout))
 
     def abort(self, reason: str) -> None:
-        """Make every later or blocked control message of this rank raise. Any thread may call it.
+        """Make current and later control messages of this rank raise. Any thread may call it.
 
         Args:
-            reason: Reason for the error.
+            reason: Text of the error.
         """
         check_instance("reason", reason, str)
         self._messages.control.abort(reason)
 
     def close(self) -> None:
-        """Close sockets and an own torch process group. Local and idempotent; never waits for a
-        peer.
+        """Close the group's sockets and the process group that it created. Idempotent.
+
+        Local: never waits for a peer.
         """
         self.leave(None)
 
     @internal
     def leave(self, reason: str | None) -> None:
-        """Close; ranks that wait for this one in a control message get the reason at once."""
+        """Close the group; peers that wait for this rank in a control message get `reason`."""
         if self._recovery.closed:
             return
         self._recovery.closed = True
@@ -686,9 +695,9 @@ class Group:
             self._local.leave(reason)
             if reason is not None:
                 abort_rail(self.rail)
-        if self._own is not None:
-            self._own.destroy()
-            self._own = self._process_group = None
+        if self._managed_group is not None:
+            self._managed_group.destroy()
+            self._managed_group = self._process_group = None
 
     def __enter__(self) -> Group:
         return self
@@ -701,6 +710,6 @@ class Group:
 
 
 def format_reason(error: BaseException) -> str:
-    """Return an exception that ends a rank as one line for its peers."""
+    """Format an exception that ends a rank as one line for its peers."""
     text = " ".join(str(error).split())
     return f"raised {type(error).__name__}" + (f": {text}" if text else "")

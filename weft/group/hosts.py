@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts of a group: which ranks share one, how those meet, and process groups between hosts.
+"""Discovery of the hosts of a group, and the process groups within and between hosts.
 
-Ranks that some launcher started can already exchange small values, over a torch process group or by
-an engine's own means. In one exchange, every rank reports where it runs. Ranks share a machine if
+Ranks of any launcher can already exchange small values, over a torch process group or a channel of
+the engine. In one exchange, every rank reports where it runs. Ranks share a machine if
 they have the same boot id and the same WEFT_HOST, so containers of one machine are one host unless
 WEFT_HOST distinguishes them. Machines of one NVLink domain, whose GPUs can map each other's memory,
 are one host too.
 
-The exchange also hands out the address of the meeting. What follows goes over Unix sockets, so
-authentication, descriptors and liveness do not depend on the exchange.
+The exchange also distributes the address of the meeting. Everything after that uses Unix sockets,
+so authentication, descriptors and liveness do not depend on the exchange.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Topology:
         ranks: Ranks of each host, ascending. Hosts are in the order of their first ranks.
         names: Name of each host, for errors.
         index: Index of this rank's host.
-        rail: Process group of the ranks with this rank's place on each host; None on one host.
-        rail_peers: Rank of `rail` on each host, as the default process group numbers it.
-        token: Word that no other group has, equal on all ranks; "" on one host.
+        rail: Process group of the ranks with this rank's local rank on each host; None on one host.
+        rail_peers: Rank of each host's member of `rail` in torch's default process group.
+        token: Unique id of the group, equal on all ranks; "" on one host.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -64,20 +64,20 @@ class Topology:
     def require_rail(self) -> dist.ProcessGroup:
         """Return `rail`, or raise InvalidArgument on one host."""
         if self.rail is None:
-            raise InvalidArgument("this group is on one host, and has no rail to another")
+            raise InvalidArgument("this group is on one host and has no rail to other hosts")
         return self.rail
 
     def host_name(self, host: int) -> str:
-        """Return a host as errors name it."""
+        """Return the name of a host for errors."""
         return f"host {host}" + (f" ({self.names[host]})" if self.names[host] else "")
 
 
 @dataclass(slots=True)
 class _HostGroups:
-    """Process groups for the hosts of a process group, shared by all weft groups made of it.
+    """Process groups for the hosts of a process group, shared by all weft groups created from it.
 
-    If one were destroyed, torch would reuse its name and then read the addresses of the old one. So
-    all stay until the caller destroys the process group.
+    They are never destroyed before the process group itself: torch would reuse their names and
+    then connect to the addresses of the old groups.
     """
 
     serial: int
@@ -87,18 +87,18 @@ class _HostGroups:
 
 
 _host_groups: WeakKeyDictionary[dist.ProcessGroup, _HostGroups] = WeakKeyDictionary()
-_broken_rails: WeakSet[dist.ProcessGroup] = WeakSet()  # that no exchange can use again
+_broken_rails: WeakSet[dist.ProcessGroup] = WeakSet()  # aborted, never used again
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """Return the rank's device: the given one, else the current GPU, else the CPU.
+    """Return `device` with its index, or the default: the current GPU, else the CPU.
 
     Raises:
-        InvalidArgument: weft does not run on the device.
+        InvalidArgument: weft does not support the device.
     """
     try:
         if device is not None and not isinstance(device, str | torch.device):
-            raise RuntimeError  # torch takes a bare number for a GPU of any kind
+            raise RuntimeError  # torch accepts a bare number as a GPU of any kind
         parsed = None if device is None else torch.device(device)
     except RuntimeError as error:
         raise InvalidArgument(
@@ -122,7 +122,7 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
 
 
 def get_host_identity() -> dict[str, JSON]:
-    """Return this process's host by its boot id, since containers have host names of their own."""
+    """Return this host's name, boot id (shared by all its containers) and network namespace."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     network = os.readlink("/proc/self/ns/net")
@@ -135,14 +135,14 @@ def connect_machine(
     """Connect ranks of one machine that can already exchange small values. Collective.
 
     Args:
-        exchange: Returns a value of every rank, in rank order.
+        exchange: Returns the value of every rank, in rank order.
         rank: Rank of this process.
         size: Number of ranks.
         device: Kind of memory, "cpu" or "cuda".
-        timeout: Seconds to meet.
+        timeout: Seconds for the rendezvous.
 
     Raises:
-        RendezvousFailed: the ranks are on several machines, or one does not come.
+        RendezvousFailed: the ranks are on several machines, or a rank does not connect.
     """
     own, problem = None, None
     if rank == 0:
@@ -182,7 +182,7 @@ def _check_one_machine(reports: list[Any]) -> None:
             raise RendezvousFailed(
                 f"the ranks are on several hosts: rank 0 on {_describe(first)}, rank {rank} on "
                 f"{_describe(report)}. Shared memory needs one host: call init_process_group "
-                "and weft.Group.from_torch(), which serves several"
+                "and weft.Group.from_torch(), which supports several hosts"
             )
         if report["network"] != first["network"]:
             raise RendezvousFailed(
@@ -194,7 +194,7 @@ def _check_one_machine(reports: list[Any]) -> None:
 
 
 def _check_reports(reports: list[Any], names: Sequence[str]) -> None:
-    """Raise RendezvousFailed unless every rank has reported texts by these names."""
+    """Raise RendezvousFailed unless every report has a string for each of `names`."""
     for rank, report in enumerate(reports):
         if not isinstance(report, dict) or not all(
             isinstance(report.get(name), str) for name in names
@@ -224,9 +224,9 @@ def _describe(report: dict[str, Any]) -> str:
 
 
 def report_location(process_group: dist.ProcessGroup, device: torch.device) -> dict[str, JSON]:
-    """Return this rank's report: where it runs, with memory on `device`.
+    """Return the machine, device kind and existing rails of this rank, for `group_by_machine`.
 
-    `rails` is the number of the process groups that it has for the hosts of `process_group`, or 0.
+    `rails` is the serial number of this rank's process groups for `process_group`, or 0 if none.
     """
     groups = _host_groups.get(process_group)
     return {
@@ -242,12 +242,12 @@ def group_by_machine(reports: list[Any]) -> list[list[int]]:
     """Return the ranks of each machine, from every rank's `report_location`.
 
     Raises:
-        RendezvousFailed: a report is malformed, or devices are of two kinds.
+        RendezvousFailed: a report is malformed, or ranks have devices of different kinds.
     """
     machines: dict[tuple[str, str], list[int]] = {}
     _check_reports(reports, ("host", "boot", "part", "device", "token"))
     for rank, report in enumerate(reports):
-        if report["device"] != reports[0]["device"]:  # their next steps would differ
+        if report["device"] != reports[0]["device"]:  # their next collectives would differ
             kinds = [sanitize_text(reports[r]["device"]) for r in (0, rank)]
             raise RendezvousFailed(
                 f"rank 0 has its memory on {kinds[0]} and rank {rank} on {kinds[1]}: pass devices "
@@ -258,31 +258,31 @@ def group_by_machine(reports: list[Any]) -> list[list[int]]:
 
 
 def group_by_host(
-    reports: list[Any], reached: Sequence[Collection[int]]
+    reports: list[Any], reachable: Sequence[Collection[int]]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """Return the ranks of each host, and the name of each.
+    """Return the ranks of each host, and the name of each host.
 
-    Machines form one host if each rank can map memory of every other machine and they have one
-    WEFT_HOST. Every host needs the same number of ranks, since a rank sends to the ranks with its
-    place on other hosts.
+    Machines form one host if each rank can map memory of every other machine and they have the
+    same WEFT_HOST. Every host needs the same number of ranks, since a rank sends to the ranks with
+    its local rank on the other hosts.
 
     Args:
         reports: Every rank's `report_location`.
-        reached: For each rank, the first ranks of the machines whose memory it can map.
+        reachable: For each rank, the first ranks of the machines whose memory it can map.
 
     Raises:
         RendezvousFailed: hosts have different numbers of ranks.
     """
 
-    def reaches(machine: list[int], other: list[int]) -> bool:
-        one_part = reports[machine[0]]["part"] == reports[other[0]]["part"]
-        return one_part and all(other[0] in reached[rank] for rank in machine)
+    def can_map(machine: list[int], other: list[int]) -> bool:
+        same_part = reports[machine[0]]["part"] == reports[other[0]]["part"]
+        return same_part and all(other[0] in reachable[rank] for rank in machine)
 
     hosts: list[list[list[int]]] = []  # machines of each host
     for machine in group_by_machine(reports):
         for host in hosts:
             fits = len(machine) + sum(map(len, host)) <= MAX_RANKS
-            if fits and all(reaches(machine, each) and reaches(each, machine) for each in host):
+            if fits and all(can_map(machine, peer) and can_map(peer, machine) for peer in host):
                 host.append(machine)
                 break
         else:
@@ -293,8 +293,8 @@ def group_by_host(
         if len(host_ranks) != len(ranks[0]):
             raise RendezvousFailed(
                 f"host {names[0]} has {len(ranks[0])} ranks and host {name} has {len(host_ranks)}: "
-                "every host must have as many; start the same number on each (torchrun "
-                "--nproc-per-node), or make a group of the hosts that have as many"
+                "start the same number of ranks on every host (torchrun --nproc-per-node), or "
+                "create a group of hosts with equal numbers"
             )
     return ranks, names
 
@@ -306,40 +306,43 @@ def _host_name(reports: list[Any], machines: list[list[int]]) -> str:
 
 
 def open_process_groups(
-    whole: dist.ProcessGroup,
+    parent: dist.ProcessGroup,
     ranks: tuple[tuple[int, ...], ...],
     rank: int,
     reports: list[Any],
     timeout: float,
     *,
-    gpus: bool,
+    use_gpus: bool,
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the process groups of this rank's host and of its rail. Collective.
+    """Open the process groups of this rank's host and of its rail. Collective.
 
     Process groups that all ranks still have are reused.
 
     Args:
-        whole: Process group of all ranks.
+        parent: Process group of all ranks.
         ranks: Ranks of each host.
         rank: Rank of this process.
         reports: Every rank's `report_location`.
         timeout: Seconds for torch.distributed.
-        gpus: Whether the ranks' memory is on GPUs.
+        use_gpus: Whether the ranks' memory is on GPUs.
+
+    Returns:
+        The process group of the host, and that of the rail.
 
     Raises:
         RuntimeError: torch.distributed failed.
     """
     serials = [report["rails"] for report in reports]
-    groups = _host_groups.get(whole)
+    groups = _host_groups.get(parent)
     if groups is not None and groups.ranks == ranks and set(serials) == {groups.serial}:
         return groups.shared, groups.rail
-    world = dist.get_process_group_ranks(whole)
-    host = next(each for each in ranks if rank in each)
-    place = host.index(rank)
+    world = dist.get_process_group_ranks(parent)
+    host = next(host_ranks for host_ranks in ranks if rank in host_ranks)
+    local_rank = host.index(rank)
     limit = timedelta(seconds=timeout)
 
     def new_group(members: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        # Only its members call: the process group need not be the whole world.
+        # Only the members call: `parent` need not be torch's whole world.
         return dist.new_group(  # type: ignore[no-any-return]
             [world[r] for r in members],
             timeout=limit,
@@ -348,15 +351,15 @@ def open_process_groups(
         )
 
     shared = new_group(host)
-    # NCCL's watchdog would end the process where weft raises an error.
+    # Otherwise NCCL's watchdog ends the process where weft raises an error.
     with default_env_var("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-        rail = new_group([each[place] for each in ranks], "nccl" if gpus else "gloo")
-    _host_groups[whole] = _HostGroups(1 + max(serials), ranks, shared, rail)
+        rail = new_group([host[local_rank] for host in ranks], "nccl" if use_gpus else "gloo")
+    _host_groups[parent] = _HostGroups(1 + max(serials), ranks, shared, rail)
     return shared, rail
 
 
 def abort_rail(rail: dist.ProcessGroup) -> None:
-    """End the exchanges that run on a rail, so that ranks that wait there raise at once."""
+    """Abort the exchanges of a rail, so that ranks that wait in them raise at once."""
     _broken_rails.add(rail)
     if dist.get_backend(rail) != "gloo":
         for device in rail._device_types:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of the end of a peer's process, before all ranks have met and after.
+"""Detection of the end of a peer's process, before and after the rendezvous.
 
-After the ranks have met, every rank sends its peers a pidfd of itself, which becomes readable when
+After the rendezvous, every rank sends its peers a pidfd of itself, which becomes readable when
 its process has ended. A pidfd refers to the same process in every PID namespace, and forked
 children do not count. A process with a GPU ends a tenth of a second or more after it was killed,
 because its GPU context is torn down first. Each rank therefore also sends a pipe that only it can
-write, which ends as soon as the kernel takes the process down. Either announces a death; only the
-pidfd counts for the agreement. Before the ranks have met, a rank is known by the process id that it
-sent, which is valid in one PID namespace.
+write, which the kernel closes as soon as it tears the process down. Either one reports a death;
+only the pidfd counts for the agreement. Before the rendezvous, a rank is known by the process id
+that it sent, which is valid in one PID namespace.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 
 from weft.errors import RecoveryFailed, RendezvousFailed
 
-_MAX_FILES = 4096  # highest descriptor that is used; a table of as many takes 32 KiB
-_END_SECONDS = 0.5  # between the end of a dead rank's sockets and the end of its process
+_MAX_FILES = 4096  # upper bound of descriptor numbers used; the kernel's table then takes 32 KiB
+_END_SECONDS = 0.5  # allowed delay from the end of a dead rank's sockets to that of its process
 
 
 class Liveness:
-    """Processes of the peers, and a thread that reports their ends. Owns the descriptors."""
+    """Watcher thread that reports the end of each peer's process. Owns the descriptors."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Liveness:
         return bool(_ended_fds([self._fds[rank]]))
 
     def pidfd(self, rank: int) -> int:
-        """Return the pidfd of a rank. This object keeps it."""
+        """Return the pidfd of a rank, which this object owns."""
         return self._fds[rank]
 
     def kill(self, rank: int) -> None:
-        """Kill the process of a rank. Raises OSError if the kernel refuses."""
+        """Kill the process of a rank. Raises OSError if that is not permitted."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._fds[rank], signal.SIGKILL)
 
@@ -77,7 +77,7 @@ class Liveness:
                 return
             self._closed = True
             try:
-                # Wakes the thread, and shows peers that the end of this pipe is no death.
+                # Wakes the thread, and shows peers that the end of this pipe is not a death.
                 os.write(self._own_pipe[1], b".")
             except OSError:  # other code closed the pipe, so nothing can wake the thread
                 return
@@ -91,7 +91,7 @@ class Liveness:
             poller.register(fd, select.POLLIN)
         reported: set[int] = set()
         while self._own_pipe[0] not in (ready := dict(poller.poll())):
-            # One at a time: `on_end` may close this object, and then no other call follows.
+            # One event per poll: `on_end` may close this object, and must not be called again then.
             fd, events = next(iter(ready.items()))
             poller.unregister(fd)
             rank = ranks[fd]
@@ -105,10 +105,11 @@ class Liveness:
 
 
 def create_lifetime_pipe() -> tuple[int, int]:
-    """Return a pipe that ends with this process: the reading end, for peers, and the writing end.
+    """Create a pipe that ends with this process, and return its reading and writing end.
 
-    When a process is killed, the kernel closes its highest descriptors first, and those of a GPU
-    take long. The writing end is therefore a high descriptor if the limit allows. Raises OSError.
+    The reading end is for peers. When a process is killed, the kernel closes its highest
+    descriptors first, and those of a GPU take long. The writing end is therefore a high descriptor
+    if the limit allows. Raises OSError.
     """
     reader, low = os.pipe2(os.O_CLOEXEC)
     limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MAX_FILES)
@@ -121,38 +122,39 @@ def create_lifetime_pipe() -> tuple[int, int]:
 
 
 class Peers:
-    """Known processes of ranks that have not met yet. A context manager; owns their pidfds.
+    """Processes of ranks during the rendezvous, as far as known; owns their pidfds.
 
-    For a rank in another PID namespace only the deadline helps, and errors say so.
+    A context manager. The death of a rank in another PID namespace cannot be observed: only the
+    deadline ends the wait for it, and errors state that.
     """
 
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
         self._dead: set[int] = set()
-        self._unseen: dict[int, str] = {}  # ranks whose death cannot be noticed, with the reason
+        self._unwatched: dict[int, str] = {}  # reason why a rank's death cannot be observed
 
     def watch(self, rank: int, report: Any) -> None:
-        """Watch a rank that has sent its `identity`; a malformed report is ignored.
+        """Watch a rank by the `process_identity` that it sent; a malformed report is ignored.
 
-        Only the first report counts: a process keeps its identity.
+        Only the first report counts, since the identity of a process does not change.
         """
         pid = report.get("pid") if isinstance(report, dict) else None
         if rank in self._pids or type(pid) is not int or not 0 < pid < 1 << 31:
             return
         self._pids[rank] = pid
         if report.get("namespace") != process_identity()["namespace"]:
-            self._unseen[rank] = "it runs in another pid namespace"
+            self._unwatched[rank] = "it runs in another pid namespace"
             return
         try:
             self._pidfds[rank] = os.pidfd_open(pid)
         except ProcessLookupError:
             self._dead.add(rank)
         except OSError as error:
-            self._unseen[rank] = f"pidfd_open: {error.strerror}"
+            self._unwatched[rank] = f"pidfd_open: {error.strerror}"
 
     def watch_pidfd(self, rank: int, pid: int, fd: int) -> None:
-        """Watch a rank by its pidfd `fd`, which is duplicated."""
+        """Watch a rank by a duplicate of its pidfd `fd`."""
         self._pids[rank], self._pidfds[rank] = pid, os.dup(fd)
 
     def pidfds(self) -> list[int]:
@@ -164,21 +166,21 @@ class Peers:
         return self._pidfds.get(rank)
 
     def has_ended(self, rank: int) -> bool:
-        """Whether the process of a rank is known to have ended. All that it sent has arrived."""
+        """Whether the process of a rank is known to have ended. Its messages have all arrived."""
         fd = self._pidfds.get(rank)
         return rank in self._dead or (fd is not None and bool(_ended_fds([fd])))
 
     def check(self, connected: Iterable[int] = ()) -> None:
-        """Raise RendezvousFailed if a rank is known to have died that is not `connected`."""
-        over = _ended_fds(self.pidfds())
-        self._dead.update(rank for rank, fd in self._pidfds.items() if fd in over)
+        """Raise RendezvousFailed if a rank outside `connected` is known to have died."""
+        ended = _ended_fds(self.pidfds())
+        self._dead.update(rank for rank, fd in self._pidfds.items() if fd in ended)
         for rank in sorted(self._dead.difference(connected)):
             raise RendezvousFailed(
-                f"rank {rank} (pid {self._pids[rank]}) died before all ranks had met"
+                f"rank {rank} (pid {self._pids[rank]}) died before all ranks had connected"
             )
 
     def check_repeatedly(self) -> None:
-        """Check for 0.5 s, since the process of a rank ends a moment after its connection."""
+        """Run `check` for 0.5 s, since a process ends shortly after its connection closes."""
         until = time.monotonic() + _END_SECONDS
         while self._pidfds and time.monotonic() < until:
             self.check()
@@ -186,9 +188,9 @@ class Peers:
         self.check()
 
     def describe_unwatched(self, ranks: Iterable[int]) -> str:
-        """Return, for an error, the `ranks` whose death could not be noticed, with the reasons."""
-        known = [f"rank {r}: {self._unseen[r]}" for r in ranks if r in self._unseen]
-        return f" (whether they live cannot be seen from here: {'; '.join(known)})" if known else ""
+        """Return text for an error on the `ranks` whose death cannot be observed, or ""."""
+        reasons = [f"rank {r}: {self._unwatched[r]}" for r in ranks if r in self._unwatched]
+        return f" (this rank cannot see whether they run: {'; '.join(reasons)})" if reasons else ""
 
     def __enter__(self) -> Peers:
         return self
@@ -206,8 +208,8 @@ def _ended_fds(fds: Iterable[int]) -> set[int]:
     ready = dict(poller.poll(0))
     if any(events & select.POLLNVAL for events in ready.values()):
         raise RecoveryFailed(
-            "descriptors of this rank's group were closed (os.closerange?), so it cannot see who "
-            "lives: end this process, and the others recover without it"
+            "descriptors of this rank's group were closed (os.closerange?), so it cannot detect "
+            "which ranks have died: end this process, and the others recover without it"
         )
     return set(ready)
 

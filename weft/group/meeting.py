@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rendezvous of the ranks of one host at one of them, the hub, which connects every two ranks.
+"""Rendezvous of the ranks of one host: one rank, the hub, connects each pair of ranks.
 
 The hub listens at an abstract Unix address, which has a name but no file: even after `kill -9`
 nothing remains, and mounts do not matter. Processes of one network namespace reach it. The hub
-listens before any rank learns the address, so a refused connection means that the meeting is over.
+listens before any rank gets the address, so a refused connection means that the meeting is over.
 
 The kernel reports the user of the other end, and connections of other users are closed before
-anything is read. The first message in each direction must show the job's 32-byte nonce. The hub
-then compares what the ranks were built for. A stranger is refused and disturbs no rank. A stranger
-that connects again and again cannot keep the ranks apart: the hub accepts a bounded number of
-connections before it serves its ranks and checks the clock, and ranks wait in the kernel's queue.
+anything is read. The first message in each direction must contain the job's 32-byte nonce. The hub
+then compares the ABI, the size of the group and the kind of device. Connections without the nonce
+are rejected and do not affect the ranks, even if another process connects repeatedly: the hub
+accepts a bounded number of connections before it handles its ranks' messages and checks the
+deadline, and ranks wait in the kernel's queue.
 
-Three signs of a failed rank reach the hub: the end of its socket, its pidfd if its process is known
-(`Peers`, needed when a forked child holds the socket too), and a message of the process that
-started it (`abort`). Before the hub closes, it sends the reason to every connected rank. For a rank
-that is stopped but not dead, only the deadline helps.
+The hub detects a failed rank by the end of its socket, by its pidfd if its process is known
+(`Peers`, needed when a forked child holds the socket too), or by a message from the process that
+started it (`abort`). Before the hub closes, it sends the reason to every connected rank. A rank
+that is stopped but not dead is detected only by the deadline.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ from weft.group.wire import (
 )
 from weft.logs import WaitLogTimer
 
-ABI = 5  # of the messages and of the memory layout that peers rely on
+ABI = 5  # version of the messages and of the memory layout that peers rely on
 _OP = "the meeting"
-_RETRY_SECONDS = 0.002  # between two tries where no wait is possible
-_CONNECT_SECONDS = 0.1  # of one wait in the kernel for room in the queue of the hub
-_END_TRIES = 20  # waits for room in the queue before `end` gives up
-_ACCEPTS = 256  # connections that the hub accepts before it serves its ranks again
-_GREETING = 256  # connections without a nonce so far that the hub keeps
-_HUB_FIRST = 1.0  # seconds that ranks wait longer than the hub, which knows who is missing
-_OVER = "the meeting is over: a rank failed or gave up, or all that it was for had met"
-_NOT_OURS = "the nonce is not this job's; start every rank from the same launcher"
+_RETRY_SECONDS = 0.002  # interval between retries of a full socket
+_CONNECT_SECONDS = 0.1  # timeout of one connect to a hub whose queue is full
+_ABORT_TRIES = 20  # connects that `abort` tries before it gives up
+_MAX_ACCEPTS = 256  # connections that the hub accepts before it handles messages again
+_MAX_UNVERIFIED = 256  # open connections that have not sent the nonce
+_EXTRA_SECONDS = 1.0  # ranks wait longer than the hub, whose error names the missing ranks
+_OVER = "the meeting is over: a rank failed or gave up, or all ranks have connected"
+_WRONG_NONCE = "the nonce is not this job's; start every rank from the same launcher"
 _log = logging.getLogger(__name__)
 
 
@@ -69,7 +70,7 @@ class Meeting:
     """Rendezvous of the ranks of one job.
 
     Attributes:
-        hub: Rank at which all meet.
+        hub: Rank that listens and connects all others.
         nonce: Secret of the job, 32 bytes.
         listener: Listening socket in the process that opened the meeting, else None.
     """
@@ -80,34 +81,34 @@ class Meeting:
 
     @classmethod
     def open(cls, hub: int = 0) -> Meeting:
-        """Draw a nonce and listen.
+        """Create a meeting with a random nonce and listen for its ranks.
 
         Raises:
-            RendezvousFailed: this process lacks descriptors.
+            RendezvousFailed: this process is out of file descriptors.
         """
-        drawn = cls(hub, secrets.token_bytes(32))
-        with contextlib.ExitStack() as held:
+        meeting = cls(hub, secrets.token_bytes(32))
+        with contextlib.ExitStack() as stack:
             try:
-                listener = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 listener.setblocking(False)
-                listener.bind(drawn._name)
+                listener.bind(meeting._name)
                 listener.listen(socket.SOMAXCONN)
             except OSError as error:
                 raise RendezvousFailed(
                     f"cannot listen for the other ranks ({error.strerror}): free descriptors "
                     "(ulimit -n), and allow Unix sockets"
                 ) from error
-            held.pop_all()  # the meeting owns the listener
-        return cls(hub, drawn.nonce, listener)
+            stack.pop_all()  # the meeting owns the listener
+        return cls(hub, meeting.nonce, listener)
 
     @property
     def address(self) -> str:
-        """Hub and nonce as one text. It is a secret of the job."""
+        """Hub and nonce as one string. Keep it secret: it admits a process to the job."""
         return f"{self.hub}-{self.nonce.hex()}"
 
     @classmethod
     def from_address(cls, address: str) -> Meeting:
-        """Return the meeting at an `address`, for a rank that is not the hub.
+        """Parse the `address` of a meeting, for a rank that is not the hub.
 
         Raises:
             InvalidArgument: the address is malformed.
@@ -115,27 +116,27 @@ class Meeting:
         match = re.fullmatch(r"(\d{1,5})-([0-9a-f]{64})", address, re.ASCII)
         if match is None or address.endswith("\n"):
             raise InvalidArgument(
-                "the address of the meeting is none that a rank gave: pass its `Meeting.address`"
+                "malformed meeting address: pass the `Meeting.address` of the rank that opened it"
             )
         return cls(int(match[1]), bytes.fromhex(match[2]))
 
     @property
     def _name(self) -> str:
-        # Public on this host; the nonce does not follow from it.
+        # Visible to every process on this host, so it must not reveal the nonce.
         return f"\0weft-{hashlib.sha256(self.nonce).hexdigest()[:32]}"
 
     def connect(self) -> socket.socket:
         """Connect to the hub within 0.1 s.
 
         Raises:
-            BlockingIOError: the queue of the hub had no room. Other OSErrors are raised too.
-            RendezvousFailed: another user listens there.
+            BlockingIOError: the queue of the hub is full. Other OSErrors are raised too.
+            RendezvousFailed: another user listens at the address.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            # The kernel wakes a waiting connect when there is room; a failed try is not woken.
-            turn = struct.pack("ll", 0, int(_CONNECT_SECONDS * 1e6))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, turn)
+            # With a timeout the kernel wakes connect as soon as the queue has a free entry.
+            limit = struct.pack("ll", 0, int(_CONNECT_SECONDS * 1e6))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             connection.connect(self._name)
             connection.setblocking(False)
             pid, uid = peer_credentials(connection)
@@ -152,14 +153,14 @@ class Meeting:
         return connection
 
     def abort(self, reason: str) -> None:
-        """Make every rank that has not met the others raise `reason`.
+        """Make every rank that is still in the rendezvous raise `reason`.
 
-        Call it in a process that started a rank and sees it fail. It does nothing after all have
-        met.
+        Call it in a process that started a rank and sees it fail. It has no effect after all ranks
+        have connected.
         """
         message = encode({"nonce": self.nonce.hex(), "fail": reason})
-        for _ in range(_END_TRIES):
-            # If all have met, or have failed, no process listens.
+        for _ in range(_ABORT_TRIES):
+            # If all ranks have connected or failed, no process listens.
             with contextlib.suppress(RendezvousFailed, OSError):
                 try:
                     connection = self.connect()
@@ -170,7 +171,7 @@ class Meeting:
             return
 
     def close(self, reason: str = _OVER) -> None:
-        """Refuse further connections, and send `reason` to those that wait. Idempotent.
+        """Stop listening, and send `reason` to the connections in the queue. Idempotent.
 
         Call it in the hub, or in the process that opened the meeting for it.
         """
@@ -178,39 +179,39 @@ class Meeting:
             return
         # OSError: a copy in another process has been shut down, or other code closed this one.
         with contextlib.suppress(OSError), self.listener:
-            # From now on the queue, whose length the kernel bounds, takes no more connections.
+            # After the shutdown the queue, whose length the kernel bounds, accepts no connections.
             self.listener.shutdown(socket.SHUT_RDWR)
-            for _ in range(socket.SOMAXCONN // _ACCEPTS + 2):
+            for _ in range(socket.SOMAXCONN // _MAX_ACCEPTS + 2):
                 for connection in self.accept():
                     reject(connection, reason)
 
     def accept(self) -> list[socket.socket]:
-        """Take connections from the queue and return those of this user; others are closed.
+        """Accept up to 256 queued connections, close those of other users, return the rest.
 
-        At most 256 are taken. Returns [] if the queue is empty or only strangers were in it.
+        Returns [] if the queue has no connection of this user.
         """
         assert self.listener is not None
-        ours: list[socket.socket] = []
+        accepted: list[socket.socket] = []
         try:
-            for _ in range(_ACCEPTS):
+            for _ in range(_MAX_ACCEPTS):
                 connection, _ = self.listener.accept()
                 if peer_credentials(connection)[1] == os.geteuid():
-                    ours.append(connection)
+                    accepted.append(connection)
                 else:
                     connection.close()
         except (BlockingIOError, ConnectionAbortedError):
             pass
         except BaseException:
-            for each in ours:
-                each.close()
+            for connection in accepted:
+                connection.close()
             raise
-        return ours
+        return accepted
 
     def has_valid_nonce(self, message: Mapping[str, Any]) -> bool:
-        """Whether a message shows the nonce, in constant time."""
-        shown = message.get("nonce")
-        return isinstance(shown, str) and hmac.compare_digest(
-            shown.encode(errors="surrogatepass"), self.nonce.hex().encode()
+        """Whether a message contains the nonce, compared in constant time."""
+        nonce = message.get("nonce")
+        return isinstance(nonce, str) and hmac.compare_digest(
+            nonce.encode(errors="surrogatepass"), self.nonce.hex().encode()
         )
 
 
@@ -223,26 +224,29 @@ def meet(
     timeout: float,
     peers: Peers | None = None,
 ) -> ControlPlane:
-    """Connect to the other ranks. Collective.
+    """Connect this rank to all others. Collective.
 
     Args:
-        meeting: Where to meet.
+        meeting: Rendezvous of the ranks.
         rank: Rank of this process.
         size: Number of ranks.
         device: Kind of memory, "cpu" or "cuda"; the same on every rank.
-        timeout: Seconds to meet.
+        timeout: Seconds for the rendezvous.
         peers: Processes of ranks as far as they are known. The death of one ends the meeting.
 
+    Returns:
+        The sockets to all other ranks.
+
     Raises:
-        RendezvousFailed: names the rank that is missing, died, differs or is not trusted.
+        RendezvousFailed: a rank is missing, died, differs or sent a wrong nonce. Names the rank.
     """
     for name, value in (("rank", rank), ("the hub of the meeting", meeting.hub)):
         if not 0 <= value < size:
-            raise InvalidArgument(f"{name} is {value} and size is {size}: give 0 <= rank < size")
+            raise InvalidArgument(f"{name} is {value} and size is {size}: pass 0 <= rank < size")
     if rank == meeting.hub and meeting.listener is None:
         raise InvalidArgument(
-            f"rank {rank} is where all meet, and this process has not opened the meeting: pass "
-            "what Meeting.open() returned, and give every process its own rank"
+            f"rank {rank} is the hub, but this process has not opened the meeting: pass the result "
+            "of Meeting.open(), and give every process its own rank"
         )
     began = time.monotonic()
     control = ControlPlane(rank, size)
@@ -257,7 +261,7 @@ def meet(
         control.close(str(error) or type(error).__name__)
         raise
     _log.info(
-        "rank %d of %d on %s met the others after %.3f s; processes by rank: %s",
+        "rank %d of %d on %s connected to the others after %.3f s; processes by rank: %s",
         *(rank, size, device, time.monotonic() - began, control.pids),
     )
     return control
@@ -273,9 +277,9 @@ class _Hub:
         self.control = control
         self.build_info = build_info
         self.peers = peers
-        # Connections that have not shown the nonce yet, oldest first.
+        # Connections that have not sent the nonce yet, oldest first.
         self.unverified: dict[socket.socket, None] = {}
-        self.met: set[int] = set()  # ranks that have sockets to all others
+        self.connected: set[int] = set()  # ranks that have sockets to all others
         self._reminder = WaitLogTimer()
 
     def __enter__(self) -> _Hub:
@@ -288,17 +292,18 @@ class _Hub:
         self.meeting.close(reason)
 
     def gather(self, deadline: float, timeout: float) -> None:
-        """Admit every rank, then send every two of them a pair of connected sockets.
+        """Admit every rank, then send each pair of ranks a pair of connected sockets.
 
-        No rank returns before all have their sockets, so a rank that leaves at once disturbs none.
+        Every rank waits until all have their sockets, so that a rank that leaves right afterwards
+        does not fail the rendezvous of others.
         """
         control = self.control
         try:
             while missing := [r for r in range(control.size) if r not in self._admitted()]:
-                self._log_wait("to come", missing, timeout)
+                self._log_wait("to join", missing, timeout)
                 if time.monotonic() >= deadline:
                     control.fail(
-                        f"rank {', '.join(map(str, missing))} of {control.size} did not come to "
+                        f"rank {', '.join(map(str, missing))} of {control.size} did not connect to "
                         f"rank {control.rank} within {timeout:g} s; raise `timeout` if the ranks "
                         f"start that far apart{self.peers.describe_unwatched(missing)}"
                     )
@@ -308,26 +313,26 @@ class _Hub:
                 with ours, theirs:
                     self._send(one, {"peer": other, "pid": control.pids[other]}, deadline, ours)
                     self._send(other, {"peer": one, "pid": control.pids[one]}, deadline, theirs)
-            while missing := sorted(set(control.peers) - self.met):
-                self._log_wait("to take the sockets to the others", missing, timeout)
+            while missing := sorted(set(control.peers) - self.connected):
+                self._log_wait("to receive the sockets to the others", missing, timeout)
                 if time.monotonic() >= deadline:
                     names = ", ".join(map(control.name, missing))
-                    control.fail(f"{names} did not take the sockets to the others in time")
+                    control.fail(f"{names} did not receive the sockets to the others in time")
                 self._handle_event(deadline)
             for rank in control.peers:
                 self._send(rank, {"met": True}, deadline)
         except OSError as error:
             control.fail(
-                f"rank {control.rank} cannot meet the others: {error}; it needs free descriptors "
+                f"rank {control.rank} cannot connect the ranks: {error}; it needs free descriptors "
                 "(ulimit -n)"
             )
 
-    def _log_wait(self, what: str, missing: list[int], timeout: float) -> None:
+    def _log_wait(self, step: str, missing: list[int], timeout: float) -> None:
         if (waited := self._reminder.due()) is not None:
             _log.warning(
                 "rank %d has waited %.0f s of at most %g s in %s for rank %s of %d %s",
                 *(self.control.rank, waited, timeout, _OP, ", ".join(map(str, missing))),
-                *(self.control.size, what),
+                *(self.control.size, step),
             )
 
     def _admitted(self) -> set[int]:
@@ -338,25 +343,25 @@ class _Hub:
         assert self.meeting.listener is not None
         poller = select.poll()
         members = self.control.peers
-        for each in (self.meeting.listener, *self.unverified, *members.values()):
-            poller.register(each, select.POLLIN)
+        for connection in (self.meeting.listener, *self.unverified, *members.values()):
+            poller.register(connection, select.POLLIN)
         for fd in self.peers.pidfds():
             poller.register(fd, select.POLLIN)
         poller.poll(remaining_ms(self._reminder.next_wakeup(deadline)))
-        # Before their messages are read: what an ended rank sent has arrived.
+        # Checked before messages are read: all messages of an ended rank have arrived.
         ended = {rank for rank in members if self.peers.has_ended(rank)}
         for rank in members:
             while (message := self.control.receive(rank, _OP)) is not None:
                 message.close_fd()
-                self.met.add(rank)
+                self.connected.add(rank)
         self.unverified.update(dict.fromkeys(self.meeting.accept()))
         for connection in list(self.unverified):
             self._read_hello(connection)
-        # A rank sends its hello as soon as it is connected, so the oldest are strangers.
-        for connection in list(self.unverified)[:-_GREETING]:
-            self._reject(connection, "no hello came, and others wait")
+        # A rank sends its hello as soon as it is connected, so the oldest belong to no rank.
+        for connection in list(self.unverified)[:-_MAX_UNVERIFIED]:
+            self._reject(connection, "no hello was received, and other connections wait")
         try:
-            # The socket of an admitted rank ends with it, unless a forked child has it too.
+            # The socket of an admitted rank ends with it, unless a forked child holds it too.
             self.peers.check(self._admitted() - ended)
         except RendezvousFailed as error:
             self.control.fail(str(error))
@@ -371,14 +376,14 @@ class _Hub:
             return
         message.close_fd()
         if not self.meeting.has_valid_nonce(message.body):
-            self._reject(connection, _NOT_OURS)
+            self._reject(connection, _WRONG_NONCE)
             return
         if "fail" in message.body:  # sent by the launcher (`Meeting.abort`)
             self.control.fail(sanitize_text(message.body["fail"]))
         self._admit(connection, message.body)
 
     def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> None:
-        """Admit a connection that has shown the nonce, or fail if the rank differs."""
+        """Admit a connection that has sent the nonce, or fail if its rank or build differs."""
         control, pid = self.control, peer_credentials(connection)[0]
         rank: Any = hello.get("rank")
         differs = [
@@ -386,8 +391,8 @@ class _Hub:
             for k, v in self.build_info.items()
             if hello.get(k) != v or type(hello.get(k)) is not type(v)
         ]
-        known = type(rank) is int and rank in range(control.size)
-        if known and rank not in self._admitted() and not differs:
+        is_rank = type(rank) is int and rank in range(control.size)
+        if is_rank and rank not in self._admitted() and not differs:
             del self.unverified[connection]
             control.add(rank, pid, connection)
             with contextlib.suppress(Disconnected):  # the next `_handle_event` notices
@@ -399,9 +404,9 @@ class _Hub:
                 f"rank {control.rank} and rank {name} (pid {pid}) disagree: {'; '.join(differs)}"
             )
         else:
-            what = "another process has taken" if known else f"is none of {control.size}"
-            reason = f"pid {pid} came as rank {name}, which {what}; give every process its own rank"
-        control.fail(reason)  # connections without a nonce so far get the reason too
+            problem = "another process has" if is_rank else f"is not in 0..{control.size - 1}"
+            reason = f"pid {pid} has rank {name}, which {problem}; give every process its own rank"
+        control.fail(reason)  # the context's exit sends the reason to unverified connections too
 
     def _reject(self, connection: socket.socket, reason: str) -> None:
         del self.unverified[connection]
@@ -415,7 +420,7 @@ class _Hub:
         try:
             while not send(control.peers[rank], encode(body), fd):
                 if time.monotonic() >= deadline:
-                    control.fail(f"{control.name(rank)} did not take its sockets in time")
+                    control.fail(f"{control.name(rank)} did not receive its sockets in time")
                 time.sleep(_RETRY_SECONDS)
         except Disconnected:
             control.raise_peer_error(rank, _OP)
@@ -428,20 +433,20 @@ def _join_hub(
     timeout: float,
     peers: Peers,
 ) -> None:
-    """Connect to the hub and receive from it the sockets to all others."""
-    hub, deadline = meeting.hub, time.monotonic() + timeout + _HUB_FIRST
+    """Connect to the hub and receive from it the sockets to all other ranks."""
+    hub, deadline = meeting.hub, time.monotonic() + timeout + _EXTRA_SECONDS
     others = set(range(control.size)) - {hub}  # the hub reports their deaths with the reason
     reminder = WaitLogTimer()
 
     def log_wait() -> None:
         if (waited := reminder.due()) is not None:
             _log.warning(
-                "rank %d has waited %.0f s of at most %g s in %s for rank %d, at which all meet: "
-                "it, or a rank that it waits for, has not come",
+                "rank %d has waited %.0f s of at most %g s in %s for rank %d, the hub: it, or a "
+                "rank that it waits for, has not joined",
                 *(control.rank, waited, timeout, _OP, hub),
             )
 
-    late = f"rank {hub}, at which all meet, did not bring this rank to the others in {timeout:g} s"
+    late = f"rank {hub}, the hub, did not connect this rank to the others within {timeout:g} s"
     while True:
         try:
             connection = meeting.connect()
@@ -460,7 +465,7 @@ def _join_hub(
     with contextlib.suppress(Disconnected):  # its reason is read below
         send(connection, encode_hello(meeting, {**build_info, "rank": control.rank}))
     while True:
-        ended = peers.has_ended(hub)  # before its last message is read
+        hub_ended = peers.has_ended(hub)  # checked before its last message is read
         try:
             message = receive(connection, trusted=False)
             if message is not None:
@@ -472,15 +477,15 @@ def _join_hub(
                 continue
         except Disconnected:
             peers.check_repeatedly()
-            control.fail(f"{control.name(hub)} died before all ranks had met")
+            control.fail(f"{control.name(hub)} died before all ranks had connected")
         except DescriptorLimit as error:
-            control.fail(f"{control.name(control.rank)} cannot take its part of {_OP}: {error}")
+            control.fail(f"{control.name(control.rank)} cannot receive its part of {_OP}: {error}")
         except (MalformedMessage, OSError) as error:
             control.fail(f"{control.name(hub)} broke the protocol in {_OP}: {error}")
-        if ended:  # a forked child of it keeps the listener and perhaps the sockets
+        if hub_ended:  # a forked child of it may hold the listener and the sockets open
             peers.check(others)
         if time.monotonic() >= deadline:
-            control.fail(f"{late}: look whether it is stopped")
+            control.fail(f"{late}: check whether its process is stopped")
         log_wait()
         poller = select.poll()
         poller.register(connection, select.POLLIN)
@@ -491,10 +496,10 @@ def _join_hub(
 
 
 def _handle_hub_message(meeting: Meeting, control: ControlPlane, message: Message) -> bool:
-    """Handle a hello, a socket to a peer or a failure; return whether all have met.
+    """Handle a hello, a socket to a peer or a failure; return whether all are connected.
 
-    Only the hub is read. It passes on why a rank left, whereas the socket to that rank may only
-    show its end.
+    Only the hub's socket is read: the hub forwards the reason why a rank left, whereas the socket
+    to that rank may only be closed.
     """
     body, fd = message.body, message.fd
     for key in ("fail", "bye"):
@@ -504,7 +509,7 @@ def _handle_hub_message(meeting: Meeting, control: ControlPlane, message: Messag
     if control.pids[meeting.hub] == 0:
         message.close_fd()
         if not meeting.has_valid_nonce(body) or type(body.get("pid")) is not int:
-            control.fail(f"rank {meeting.hub}: {_NOT_OURS}")
+            control.fail(f"rank {meeting.hub}: {_WRONG_NONCE}")
         control.pids[meeting.hub] = body["pid"]
         return False
     if "met" in body and len(control.peers) == control.size - 1:
@@ -513,19 +518,19 @@ def _handle_hub_message(meeting: Meeting, control: ControlPlane, message: Messag
     peer, pid = body.get("peer"), body.get("pid")
     if type(peer) is not int or type(pid) is not int or fd is None:
         message.close_fd()
-        raise MalformedMessage(f"it sent {body!r:.200} in place of a peer's socket")
+        raise MalformedMessage(f"it sent {body!r:.200} instead of a peer's socket")
     control.add(peer, pid, socket.socket(fileno=fd))
     return False
 
 
 def encode_hello(meeting: Meeting, fields: Mapping[str, JSON]) -> bytes:
-    """Return the first message of either end."""
+    """Encode the first message of either end."""
     return encode({**fields, "nonce": meeting.nonce.hex()})
 
 
 def reject(connection: socket.socket, reason: str) -> None:
-    """Send the reason and close."""
-    with connection, contextlib.suppress(OSError):  # the other end may be gone
+    """Send `reason` to the peer and close its connection."""
+    with connection, contextlib.suppress(OSError):  # the other end may be closed
         send(connection, encode({"fail": sanitize_text(reason)}))
 
 
@@ -538,7 +543,7 @@ def _is_connected(connection: socket.socket) -> bool:
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """Return the process id and the user id of the other end, as the kernel knows them."""
+    """Return the process id and the user id of the other end from the kernel."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", data)
     return int(pid), int(uid)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a group: which take part, which have ended, and the operators that depend on them."""
+"""Participating and dead ranks of a group, and the operators that are notified of deaths."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SAMPLE = 0.1  # seconds between two readings of a peer's wait clock
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rank does in the calls of one operator, read from its header.
+    """State of a rank's calls of one operator, read from its header.
 
     Attributes:
         wait_clock: Advances while the rank waits in a call.
-        finished: Number of dispatches, combines and all-reduces that it has finished.
+        finished: Number of dispatches, combines and all-reduces that the rank has finished.
         failed: Whether a call of the rank failed.
         begins_early: Whether a call may have begun that neither waits nor has finished.
     """
@@ -38,54 +38,52 @@ class Progress:
 
 
 class Lifecycle(Protocol):
-    """An operator as its group sees it: notified of deaths, stopped and restarted by a recovery.
+    """Interface of an operator to its group, which reports deaths and restarts it in a recovery.
 
-    `Group.attach` registers it. A recovery calls `quiesce` on every operator of every living rank,
-    then `restart`, each between two barriers, so no rank stores into a share that another resets.
+    `Group.attach` registers an operator. A recovery calls `quiesce` on every operator of every
+    living rank, then `restart`, each between two barriers, so that no rank stores into a share that
+    another rank resets.
     """
 
     def peer_ended(self, rank: int) -> None:
-        """Stop waiting for a rank whose process has ended. Called from the watcher's thread."""
+        """Stop waiting for a rank whose process has ended. Called in the watcher thread."""
 
     def announce_leave(self, reason: str, *, drain: bool = False) -> None:
         """Notify the peers that this rank begins no more calls.
 
         Args:
             why: Reason for their errors.
-            settled: Wait first until the calls that were enqueued have finished.
+            drain: Whether to wait first until all enqueued calls have finished.
         """
 
     def suspected_ranks(self) -> set[int]:
         """Return the ranks that missed the deadline of a call."""
 
     def progress(self, rank: int) -> Progress | None:
-        """Return what a living rank does in this operator's calls, or None after close.
+        """Return the state of a living rank's calls of this operator, or None after close.
 
-        Takes no lock.
+        Acquires no lock.
         """
 
     def leave_for_mismatch(self, reason: str) -> None:
-        """Leave the group because the ranks' calls differ; peers raise the same text."""
+        """Leave the group because the ranks' calls differ. Peers raise the same text."""
 
     def quiesce(self) -> None:
-        """End this rank's calls and wait until none runs. Calls raise until `restart`."""
+        """End this rank's calls and wait until none is running. Calls raise until `restart`."""
 
     def finished_rounds(self) -> int:
         """Return the number of rounds that this rank has finished."""
 
     def restart(self, living: int) -> None:
-        """Reset this rank's share to its state at creation and take calls again.
+        """Reset this rank's share to its initial state and accept calls again.
 
         Args:
-            living: Ranks that take part from now on, bit r for rank r.
+            living: Mask of the ranks that take part from now on, bit r for rank r.
         """
 
 
 class Roster:
-    """Ranks that take part, ranks whose processes have ended, and the operators to notify.
-
-    Any thread may call it.
-    """
+    """Participating ranks, ended ranks, and the operators to notify. Thread-safe."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -93,8 +91,8 @@ class Roster:
         self._lock = threading.Lock()
         self._living = (1 << size) - 1
         self._ended: set[int] = set()
-        # By kind and generation: the same names on every rank, in order of creation. Replaced, not
-        # changed, so that threads read it without the lock.
+        # Keys are kind and generation, equal on every rank, in order of creation. The dictionary
+        # is replaced rather than modified, so that threads read it without the lock.
         self._members: weakref.WeakValueDictionary[str, Lifecycle] = weakref.WeakValueDictionary()
 
     @property
@@ -104,17 +102,17 @@ class Roster:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Ranks that take part, ascending."""
+        """Participating ranks, ascending."""
         return tuple(self._among_living(range(self.size)))
 
     @property
     def ended(self) -> frozenset[int]:
-        """Ranks that take part although their processes have ended."""
+        """Participating ranks whose processes have ended."""
         with self._lock:
             return frozenset(self._among_living(self._ended))
 
     def attach(self, name: str, member: Lifecycle) -> None:
-        """Register an operator, and notify it of the deaths so far. It is held weakly."""
+        """Register an operator by a weak reference, and notify it of the deaths so far."""
         with self._lock:
             members = self.members()
             self._members = weakref.WeakValueDictionary({**members, name: member})
@@ -129,24 +127,24 @@ class Roster:
         """Record that the process of a rank has ended, and notify all operators."""
         with self._lock:
             self._ended.add(rank)
-            if self._living >> rank & 1:  # otherwise reported late, after a recovery
+            if self._living >> rank & 1:  # a recovery may have removed the rank already
                 for member in list(self._members.values()):
                     member.peer_ended(rank)
 
     def renotify_ended(self, members: Iterable[Lifecycle]) -> None:
-        """Notify operators that have restarted of deaths since the ranks agreed on the living."""
+        """Notify restarted operators of participating ranks whose processes have ended."""
         with self._lock:
             for rank in self._among_living(self._ended):
                 for member in members:
                     member.peer_ended(rank)
 
     def remove(self, dead: Collection[int]) -> None:
-        """Let all ranks take part except `dead`."""
+        """Make all ranks except `dead` the participating ranks."""
         with self._lock:
             self._living = sum(1 << rank for rank in range(self.size) if rank not in dead)
 
     def restore(self, has_ended: Callable[[int], bool]) -> None:
-        """Let all ranks take part again, some of them as new processes."""
+        """Make all ranks participate again after new processes have replaced the dead ones."""
         with self._lock:
             self._living = (1 << self.size) - 1
             others = set(range(self.size)) - {self.rank}
@@ -155,35 +153,38 @@ class Roster:
     def describe_activity(
         self, ranks: Collection[int], current_call: Callable[[int], str | None]
     ) -> dict[int, str]:
-        """Return, in words, what each of `ranks` is doing as far as this rank can see.
+        """Describe the state of each of `ranks` as seen from this rank, for errors.
 
-        Takes 0.1 s. `current_call` returns the control call in which a rank waits, or None.
+        Blocks for 0.1 s. `current_call` returns the control call in which a rank waits, or None.
         """
         with self._lock:
             ended = set(self._ended)
         all_waits = self._sample_waits(ranks)
-        places = {}
+        states = {}
         for rank in ranks:
             waits = [name for name, waiting in all_waits.items() if rank in waiting]
             call = current_call(rank)
             if rank in ended:
-                places[rank] = "has ended"
+                states[rank] = "has ended"
             elif waits:
-                places[rank] = f"waits in a call of {' and of '.join(waits)}"
+                states[rank] = f"waits in a call of {' and of '.join(waits)}"
             elif call is not None:
-                places[rank] = f"waits in {call}"
+                states[rank] = f"waits in {call}"
             else:
-                places[rank] = "is in no call of this group that waits for others"
-        return places
+                states[rank] = "is in no call of this group that waits for others"
+        return states
 
     def find_diverged_operators(
         self, member: Lifecycle, rank: int
     ) -> tuple[str, dict[str, Lifecycle]]:
-        """Return the name of `member`, and other operators in which `rank` is without this rank.
+        """Find other operators in which `rank` waits while this rank waits for it in `member`.
 
-        This rank waits for `rank` in a call of `member`. If both have finished the same calls of
-        another operator, and `rank` waits or failed there while this rank does not wait, then the
-        two make their calls in different orders. Takes 0.1 s and no lock.
+        If both ranks have finished the same calls of another operator, and `rank` waits or failed
+        there while this rank does not wait, the two ranks make their calls in different orders.
+        Blocks for 0.1 s; acquires no lock.
+
+        Returns:
+            The name of `member`, and the other operators by name.
         """
         waits = self._sample_waits((self.rank, rank))
         own_name, others = "", {}
@@ -198,7 +199,7 @@ class Roster:
         return own_name, others
 
     def _sample_waits(self, ranks: Iterable[int]) -> dict[str, set[int]]:
-        """Return, by operator, the ranks whose wait clocks advance within 0.1 s."""
+        """Return, for each operator, the ranks whose wait clocks advance within 0.1 s."""
         before = {
             (name, rank): member.progress(rank)
             for name, member in self.members().items()
@@ -208,8 +209,8 @@ class Roster:
         waits: dict[str, set[int]] = {}
         for name, member in self.members().items():
             for rank in ranks:
-                first, then = before.get((name, rank)), member.progress(rank)
-                if first is not None and then is not None and first.wait_clock != then.wait_clock:
+                first, last = before.get((name, rank)), member.progress(rank)
+                if first is not None and last is not None and first.wait_clock != last.wait_clock:
                     waits.setdefault(name, set()).add(rank)
         return waits
 
@@ -218,10 +219,7 @@ class Roster:
 
 
 class Membership:
-    """Connected processes that watch each other: sockets, liveness and pages to agree on deaths.
-
-    Collective. Owns `control`.
-    """
+    """Sockets, liveness and agreement pages of connected ranks. Owns `control`. Collective."""
 
     def __init__(
         self, control: ControlPlane, on_end: Callable[[int], None], timeout: float
@@ -229,14 +227,14 @@ class Membership:
         """Watch the peers of `control`.
 
         Args:
-            control: Sockets of ranks that have met.
+            control: Sockets of connected ranks.
             on_end: Called in another thread with the rank of each process that ends.
             timeout: Seconds for each of three exchanges of descriptors.
 
         Raises:
-            RendezvousFailed: a peer died or could not do its part.
-            SetupError: this rank lacks descriptors or threads, or pidfd_open is forbidden.
-            HandleUnsupported: a peer sent memory that it could change.
+            RendezvousFailed: a peer died or failed.
+            SetupError: this rank is out of descriptors or threads, or pidfd_open is forbidden.
+            HandleUnsupported: a peer sent memory that it could resize.
         """
 
         def exchange(fd: int) -> Mapping[int, int]:
@@ -281,7 +279,7 @@ class Membership:
             self._resources = undo.pop_all()
 
     def close(self, reason: str | None = None) -> None:
-        """Release everything. Idempotent; peers that wait for this rank get the reason."""
+        """Release all resources; peers that wait for this rank get `reason`. Idempotent."""
         with self._resources:
             self.control.close(reason)
 
@@ -291,6 +289,6 @@ def _open_own_pidfd() -> int:
         return os.pidfd_open(os.getpid())
     except OSError as error:
         raise SetupError(
-            f"pidfd_open is refused ({error.strerror}), by which ranks see each other's deaths: "
-            "allow it in the container's seccomp profile, as Docker's own does"
+            f"pidfd_open is forbidden ({error.strerror}), but ranks need it to detect deaths: "
+            "allow it in the container's seccomp profile, as Docker's default profile does"
         ) from error

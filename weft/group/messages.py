@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collective calls of the ranks of a group: all of them make an object, or none does.
+"""Collective control calls of a group: an object is created on all ranks or on none.
 
-The calls that make an object are recorded, and repeated for a rank that joins later.
+The calls that create an object are recorded, and replayed for a rank that joins later.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from weft.group.membership import Roster
 from weft.group.wire import JSON
 
 T = TypeVar("T")
-_TEXT_LIMIT = 4000  # characters of an error's text that a vote carries
+_TEXT_LIMIT = 4000  # characters of an error's text in a vote
 
 
 class Closable(Protocol):
-    """Memory that can be closed."""
+    """A heap, as far as a creation needs it."""
 
     @property
     def closed(self) -> bool: ...
 
 
 class Creation:
-    """Control messages of one constructor, and what it made: the object and its heaps.
+    """Recorded control messages of one constructor, with the object and heaps it created.
 
     Attributes:
-        steps: Calls to repeat for a rank that joins later.
+        steps: Calls to replay for a rank that joins later.
         workspace: Creation of the memory that this object shares with others, or None.
     """
 
@@ -51,20 +51,20 @@ class Creation:
         self._ended = False
 
     def add(self, item: object) -> None:
-        """Record an object that the constructor made. It is held weakly."""
+        """Record an object that the constructor created, by a weak reference."""
         self._objects.append(weakref.ref(item))
 
     def add_heap(self, heap: Closable) -> None:
-        """Record memory that the constructor made. It is held weakly."""
+        """Record a heap that the constructor created, by a weak reference."""
         self._heaps.append(weakref.ref(heap))
 
     def end(self) -> None:
-        """Mark the object as closed: a new process does not make it."""
+        """Mark the object as closed, so that a new process does not create it."""
         self._ended = True
 
     @property
     def exists(self) -> bool:
-        """Whether all that was made exists and is open."""
+        """Whether the objects exist and the heaps are open."""
         if self._ended or not (self._objects or self._heaps):
             return False
         heaps = [heap() for heap in self._heaps]
@@ -73,13 +73,13 @@ class Creation:
 
 
 class Messages:
-    """Collective calls among the ranks that take part, over a control channel.
+    """Collective calls of the participating ranks over a control channel.
 
     Attributes:
         control: Channel of the messages. A recovery with new processes replaces it.
-        timeout: Seconds that a message may take if the call names no timeout.
-        generation: Number that `next_generation` returned last.
-        joining: Ranks that new processes take now; empty outside of `Group.replace`.
+        timeout: Default timeout of a message in seconds.
+        generation: Latest number from `next_generation`.
+        joining: Ranks that new processes are joining as; empty outside of `Group.replace`.
         is_newcomer: Whether this process replaces a dead rank and has not called `enter` yet.
     """
 
@@ -91,7 +91,7 @@ class Messages:
         self.is_newcomer = False
         self._roster = roster
         self._creations: list[Creation] = []
-        self._creation: Creation | None = None  # under way
+        self._creation: Creation | None = None  # of the constructor that is running
 
     @property
     def rank(self) -> int:
@@ -105,12 +105,12 @@ class Messages:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Ranks that take part."""
+        """Participating ranks."""
         return self._roster.living
 
     @property
     def ranks_to_map(self) -> tuple[int, ...]:
-        """Ranks whose memory is new to this rank: those that join, else all that take part."""
+        """Ranks whose memory this rank has to map: the joining ones, else all living ranks."""
         return tuple(sorted(self.joining)) or self.living
 
     def gather(self, op: str, value: JSON, timeout: float | None = None) -> list[Any]:
@@ -133,7 +133,7 @@ class Messages:
             check_instance("error", error, BaseException)
         check_instance("action", action, str)
         if undo is not None:
-            check_callable("undo", undo, "which gives back what was made")
+            check_callable("undo", undo, "which releases the created resources")
         try:
             self.record(
                 lambda messages: messages.vote_unrecorded(None, action),
@@ -185,7 +185,7 @@ class Messages:
         try:
             self.vote(problem, action=action)
         finally:
-            problem = None  # its traceback holds this frame and the frames of the callers
+            problem = None  # its traceback references this frame and those of the callers
         return cast("T", result)
 
     def agree(self, value: JSON, *, what: str) -> None:
@@ -225,8 +225,8 @@ class Messages:
 
         def choose() -> int:
             proposals = self.gather(what, None if self.is_newcomer else last % limit + 1)
-            # The largest: a creation that was interrupted had begun on some ranks only.
-            chosen.append(max(each for each in proposals if each is not None))
+            # The maximum, because an interrupted creation may have begun on some ranks only.
+            chosen.append(max(number for number in proposals if number is not None))
             return chosen[0]
 
         return cast("int", self.record(lambda messages: messages.gather(what, chosen[0]), choose))
@@ -243,13 +243,13 @@ class Messages:
         try:
             yield self._creation
             if not is_workspace:
-                self._creations = [each for each in self._creations if each.exists]
+                self._creations = [entry for entry in self._creations if entry.exists]
                 self._creations.append(self._creation)
         finally:
             self._creation = None
 
     def replay_creations(self) -> None:
-        """Repeat, for new processes, the calls that made all open objects, in their order."""
+        """Replay the calls that created all open objects, in order, for new processes."""
         creations: list[Creation] = []
         for creation in self._creations:
             if creation.exists:
@@ -279,7 +279,7 @@ Step: TypeAlias = Callable[[Messages], object]
 
 
 def _describe_difference(other: Any, first: Any) -> tuple[str, str]:
-    """Return two unequal values as texts, reduced to the keys that differ if both are dicts."""
+    """Format two unequal values for an error; of two dicts, only the keys that differ."""
     if not (isinstance(other, dict) and isinstance(first, dict)):
         return repr(other), repr(first)
     unset = object()

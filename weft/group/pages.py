@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory of CPU processes: sealed memfds, and mappings that a forked child lacks.
+"""Shared memory of CPU processes: sealed memfds, and mappings that forked children do not inherit.
 
-A memfd has no name, so nothing outlives its processes. The seals keep a peer from shrinking it,
-which would turn the next access into SIGBUS.
+A memfd has no name, so it is freed when its processes end. The seals keep a peer from shrinking
+it, which would turn the next access into SIGBUS.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def create_sealed_memfd(name: str, size: int) -> int:
-    """Return a new memfd of `size` zero bytes that cannot be resized. Raises OSError."""
+    """Create a memfd of `size` zero bytes that cannot be resized. Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -49,27 +49,27 @@ def create_sealed_memfd(name: str, size: int) -> int:
 
 
 def check_sealed(rank: int, fd: int, size: int) -> None:
-    """Raise HandleUnsupported unless `fd`, of rank `rank`, is what `create_sealed_memfd` makes."""
+    """Raise HandleUnsupported unless `fd` of a rank is a memfd as `create_sealed_memfd` returns."""
     actual = os.fstat(fd).st_size
     if actual != size:
         raise HandleUnsupported(
-            f"rank {rank} sent memory of {actual} bytes where {size} were agreed"
+            f"rank {rank} sent memory of {actual} bytes, but the ranks agreed on {size}"
         )
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise HandleUnsupported(
-            f"rank {rank} sent a descriptor that cannot be sealed ({error.strerror}), so no memfd"
+            f"rank {rank} sent a descriptor that is not a memfd: it has no seals ({error.strerror})"
         ) from error
     if seals & SEALS != SEALS:
         raise HandleUnsupported(
-            f"rank {rank} sent memory with seals {seals:#x} where {SEALS:#x} are needed: "
-            "it could shrink under its readers"
+            f"rank {rank} sent memory with seals {seals:#x}, but {SEALS:#x} are required: it could "
+            "shrink while others read it"
         )
 
 
 def map_shared(fd: int, size: int, *, writable: bool) -> int:
-    """Map `fd` and return the address. Forked children lack the mapping. Raises OSError."""
+    """Map `fd` outside of forked children and return the address. Raises OSError."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = map_memory(0, size, protection, mmap.MAP_SHARED, fd)
     exclude_from_fork(address, size)
@@ -83,17 +83,17 @@ def unmap(address: int, size: int) -> None:
 
 
 def exclude_from_fork(address: int, size: int) -> None:
-    """Leave a mapping out of forked children. Raises OSError."""
+    """Exclude a mapping from forked children. Raises OSError."""
     if _libc.madvise(address, size, mmap.MADV_DONTFORK) != 0:
         raise _os_error("madvise", size)
 
 
 def map_memory(address: int, size: int, protection: int, flags: int, fd: int) -> int:
-    """Return the address of a new mapping, at `address` unless it is 0. Raises OSError."""
-    where = _libc.mmap(address or None, size, protection, flags | _MAP_NORESERVE, fd, 0)
-    if where == _MAP_FAILED:
+    """Map memory, at `address` unless it is 0, and return its address. Raises OSError."""
+    result = _libc.mmap(address or None, size, protection, flags | _MAP_NORESERVE, fd, 0)
+    if result == _MAP_FAILED:
         raise _os_error("mmap", size)
-    return int(where)
+    return int(result)
 
 
 def _os_error(call: str, size: int) -> OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recovery of a group: the survivors of a death continue, with or without new processes."""
+"""Recovery of a group after deaths, with or without new processes for the dead ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _log = logging.getLogger(__name__)
 
 
 class GroupRecovery:
-    """Recovery of one group, and the connections that a recovery replaces.
+    """Recovery of one group; owns the connections that a recovery replaces.
 
-    Methods are those of `Group`, whose docstrings tell what they do and raise.
+    The public methods implement those of `Group`, whose docstrings describe them.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class GroupRecovery:
         self._messages = messages
         self._roster = roster
         self._device = device
-        self._job_machines = job_machines  # of the group, or of the one whose host it is
+        self._job_machines = job_machines  # number of machines of the whole job
         self._owner = os.getpid()
         self._lock = threading.Lock()  # held by the thread that recovers
         self._membership: Membership | None = None
         self._fresh: Membership | None = None  # with new processes, until the survivors decide
-        self._meeting: Meeting | None = None  # that this rank has opened for new processes
+        self._meeting: Meeting | None = None  # opened by this rank for new processes
         self._is_undecided = False  # whether the decision on `_fresh` missed its deadline
 
     def watch(self, control: ControlPlane, ranks: Sequence[int] | None = None) -> None:
-        """Notice from now on when the process of a peer ends. Collective.
+        """Watch the peers for deaths from now on. Collective.
 
         Args:
             control: Sockets to the peers.
@@ -57,7 +57,7 @@ class GroupRecovery:
         self._membership = self._watch(control, self._messages.timeout, ranks)
 
     def close(self, reason: str | None = None) -> None:
-        """Release all connections. Idempotent; peers that wait for this rank get the reason."""
+        """Release all connections; peers that wait for this rank get `reason`. Idempotent."""
         self.closed = True
         with contextlib.ExitStack() as last:
             for membership in (self._fresh, self._membership):
@@ -69,7 +69,7 @@ class GroupRecovery:
     def recover(self, suspects: Collection[int], timeout: float) -> Recovery:
         """See `Group.recover`."""
         began = time.monotonic()
-        _warn_of_torchrun()
+        _warn_under_torchrun()
         with self._exclusive():
             return self._recover(set(suspects), began, timeout)
 
@@ -81,7 +81,7 @@ class GroupRecovery:
             self._require().control.leave(f"rank {rank} gave up waiting in replace")
         membership = self._require()
         control = membership.control
-        if suspects:  # a suspect may only wait for another rank, in a message with a later deadline
+        if suspects:  # a suspect may just wait for another rank in a message with a later deadline
             control.interrupt(suspects, f"{control.name(rank)} left its calls to recover")
         while True:
             recovery_id, dead, _ = membership.agreement.decide(suspects, deadline)
@@ -132,17 +132,17 @@ class GroupRecovery:
         messages = self._messages
         dead = frozenset(range(messages.size)) - set(messages.living)
         if not dead:
-            raise OutOfOrder("no rank is gone: call recover first, which finds out who is")
+            raise OutOfOrder("no rank is dead: call recover first, which determines the dead ranks")
         problem: Exception | None = None
         try:
             self._fresh = self._connect_newcomers(meeting, dead, timeout)
         except Exception as error:
             problem = error
-        # Another survivor may wait for a new process for `timeout` before it comes.
+        # Another survivor may wait `timeout` for a new process before it takes part.
         if not self._admit_newcomers((), time.monotonic() + 2 * timeout):
             raise problem or RendezvousFailed(
-                f"another survivor did not meet all new processes, for ranks {sorted(dead)}: end "
-                "them, call recover and begin again"
+                f"another survivor did not connect to all new processes, for ranks {sorted(dead)}: "
+                "end them, call recover and try again"
             )
         before = messages.timeout
         messages.joining, messages.timeout = dead, timeout
@@ -185,9 +185,10 @@ class GroupRecovery:
         return fresh
 
     def _admit_newcomers(self, suspects: Collection[int], deadline: float) -> bool:
-        """Continue with the new processes if every survivor has met them, else on none.
+        """Continue with the new processes if every survivor is connected to them.
 
-        A new process that dies may have met some of the survivors only. Raises RecoveryFailed.
+        Returns whether they were admitted. A new process that dies may have connected to some of
+        the survivors only. Raises RecoveryFailed.
         """
         membership = self._require()
         self._is_undecided = True
@@ -196,21 +197,21 @@ class GroupRecovery:
         fresh, self._fresh = self._fresh, None
         if not decision.admit:
             if fresh is not None:
-                fresh.close("went on without new processes, which not every survivor had met")
-            # A survivor that has given up waiting is in this era already, in a recovery.
+                fresh.close("continued without new processes: not every survivor was connected")
+            # A survivor that gave up waiting has already resumed with this id, in a recovery.
             control, rank = membership.control, self._messages.rank
             control.resume(decision.round, set(self._messages.living) - decision.dead)
-            control.leave(f"rank {rank} could not take in new processes; call recover")
+            control.leave(f"rank {rank} could not admit new processes; call recover")
             return False
         assert fresh is not None
         with contextlib.ExitStack() as last:
-            last.callback(self._connect, fresh)  # whatever is raised here, since all have decided
-            for member in self._roster.members().values():  # before its memory changes
+            last.callback(self._connect, fresh)  # even if this raises, since all have decided
+            for member in self._roster.members().values():  # before memory is remapped
                 member.quiesce()
         return True
 
     def _connect(self, fresh: Membership) -> None:
-        """Replace the connections by `fresh`, with all ranks taking part."""
+        """Replace the connections by `fresh`, and make all ranks participate."""
         old, self._membership = self._membership, fresh
         with contextlib.ExitStack() as last:
             if old is not None:
@@ -221,8 +222,8 @@ class GroupRecovery:
     def _resume(self, deadline: float) -> dict[str, int]:
         """Restart the operators that all living ranks have; return the rounds that all finished.
 
-        No process of a dead rank can store into their memory now. If operators cannot restart,
-        the first one's error is raised after the others have restarted.
+        At this point no dead rank can store into their memory any more. If operators cannot
+        restart, the first error is raised after the others have restarted.
         """
         messages, roster = self._messages, self._roster
 
@@ -238,15 +239,15 @@ class GroupRecovery:
         reports = messages.gather("recover", own, seconds_left())
         rounds = [reports[rank] for rank in messages.living]
         finished = {
-            name: min(each[name] for each in rounds)
+            name: min(counts[name] for counts in rounds)
             for name in own
-            if all(name in each for each in rounds)
+            if all(name in counts for counts in rounds)
         }
         common = [members[name] for name in finished]
         barrier(_run_all([member.quiesce for member in common]))  # now no rank stores into a share
         problems = _run_all([partial(member.restart, roster.living_mask) for member in common])
-        roster.renotify_ended(common)  # `restart` has reset what operators know of deaths
-        barrier(problems)  # every share is as at creation: calls may store into it
+        roster.renotify_ended(common)  # `restart` has cleared the deaths that operators recorded
+        barrier(problems)  # every share is in its initial state: calls may store into it
         return finished
 
     def _watch(
@@ -263,16 +264,16 @@ class GroupRecovery:
     def _require(self) -> Membership:
         """Return the membership, or raise if this group cannot recover."""
         if self.closed:
-            raise OutOfOrder("the group is closed; make a new one")
+            raise OutOfOrder("the group is closed; create a new one")
         if self._job_machines > 1:
             raise InvalidArgument(
                 f"a group of {self._job_machines} machines cannot recover, nor can the local "
-                "group of one of its hosts: restart the job on all of them, with new process "
+                "group of one of its hosts: restart the job on all machines, with new process "
                 "groups and a new group"
             )
         if self._membership is None:
             raise InvalidArgument(
-                "this group cannot recover: it needs two ranks or more, each a process, of one "
+                "this group cannot recover: it needs at least two ranks that are processes of one "
                 "machine"
             )
         self._membership.control.check_process()
@@ -280,12 +281,12 @@ class GroupRecovery:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Exclude other threads of this rank, which peers would mistake for this one."""
+        """Exclude other threads of this rank: peers cannot tell their messages apart."""
         self._require()
         if not self._lock.acquire(blocking=False):
             raise OutOfOrder(
-                f"two threads of rank {self._messages.rank} recover one group at a time; call it "
-                "from one"
+                f"two threads of rank {self._messages.rank} recover one group concurrently; call "
+                "it from one thread"
             )
         try:
             yield
@@ -294,8 +295,8 @@ class GroupRecovery:
 
 
 @functools.cache
-def _warn_of_torchrun() -> None:
-    """Log, once, that an agent of torchrun ends all ranks after the first that fails."""
+def _warn_under_torchrun() -> None:
+    """Warn once that torchrun's agent ends all ranks after the first failure."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _log.warning(
             "recover under torchrun: its agent ends all ranks of this machine as soon as one has "
@@ -305,7 +306,7 @@ def _warn_of_torchrun() -> None:
 
 
 def _run_all(steps: list[Callable[[], None]]) -> list[Exception]:
-    """Run every step and return the errors: peers wait in a barrier."""
+    """Run every step and return the errors; peers wait in a barrier after all steps."""
     problems: list[Exception] = []
     for step in steps:
         try:
@@ -316,16 +317,16 @@ def _run_all(steps: list[Callable[[], None]]) -> list[Exception]:
 
 
 def _check_joining(dead_by_rank: list[list[int] | None]) -> None:
-    """Raise RendezvousFailed unless the ranks that join are those that every survivor lacks.
+    """Raise RendezvousFailed unless the joining ranks are the dead ranks of every survivor.
 
-    A survivor reports the dead ranks, a rank that joins reports None.
+    A survivor reports its dead ranks, a joining rank reports None.
     """
     joining = [rank for rank, dead in enumerate(dead_by_rank) if dead is None]
     for rank, dead in enumerate(dead_by_rank):
         if dead is not None and dead != joining:
             raise RendezvousFailed(
-                f"rank {rank} goes on without ranks {dead}, and ranks {joining} join: start one "
-                "new process for each that is gone, with its number"
+                f"rank {rank} continues without ranks {dead}, but ranks {joining} join: start one "
+                "new process for each dead rank, with its number"
             )
     if len(joining) == len(dead_by_rank):
-        raise RendezvousFailed("all ranks join and none is there to join: make a new group")
+        raise RendezvousFailed("all ranks join, but there is no survivor: create a new group")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.distributed as weft uses it: control messages between machines, a group, a store.
+"""Uses of torch.distributed: control messages between machines, a managed group, a bounded store.
 
-Nothing here unpickles: messages are JSON bytes in uint8 tensors.
+Messages are JSON bytes in uint8 tensors; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from weft.group.wire import (
 )
 from weft.logs import WaitLogTimer
 
-# torch 2.13 renamed it; the old name still works there but warns.
+# torch 2.13 renamed this function; the old name warns there.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _DESTROY_SECONDS = 5.0
-_POLL = 0.0001, 0.02  # seconds between two polls of a message: the first, the longest
-STORE_SECONDS = 1.0  # for one request to the store
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.0001, 0.02  # interval between two polls of a message
+STORE_SECONDS = 1.0  # timeout of one request to the store
 _log = logging.getLogger(__name__)
-_requests: set[threading.Thread] = set()  # that wait for the store
+_requests: set[threading.Thread] = set()  # threads that wait for the store
 
 
 class BoundedStore:
-    """Store of torch.distributed's default group, with a limit on each request.
+    """Store of torch.distributed's default group, with a timeout on each request.
 
-    The store may be on a host that is gone, and then no request returns. After one request without
-    an answer in time no other is made.
+    The store's host may be down, and then requests never return. After one request timed out, no
+    further requests are sent.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class BoundedStore:
         self._is_silent = False
 
     def set(self, key: str, text: str) -> None:
-        """Write a value."""
+        """Set the value of a key."""
         self._run(lambda: self._store.set(key, text))
 
     def set_first(self, key: str, text: str) -> None:
-        """Write a value unless there is one."""
+        """Set the value of a key unless it has one."""
         self._run(lambda: self._store.compare_set(key, "", text))
 
     def get(self, keys: Sequence[str]) -> list[str] | None:
@@ -82,7 +82,7 @@ class BoundedStore:
             return
 
         def run() -> None:
-            # RuntimeError: the store is gone, perhaps with its host.
+            # RuntimeError: the store is closed, perhaps because its host is down.
             with contextlib.suppress(RuntimeError):
                 step()
             _requests.discard(thread)
@@ -90,7 +90,7 @@ class BoundedStore:
         thread = threading.Thread(target=run, name="weft-store", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no thread is free: errors name no ranks then, and nothing else
+        except RuntimeError:  # the thread limit is reached: errors then name no ranks
             self._is_silent = True
             return
         _requests.add(thread)
@@ -102,8 +102,8 @@ class BoundedStore:
 def _join_threads() -> None:
     """Join the threads that wait for the store.
 
-    An answer during interpreter shutdown aborts the process (up to Python 3.13). A request is also
-    answered when the process of the store ends, which is usually the same moment.
+    Otherwise a reply during interpreter shutdown aborts the process (up to Python 3.13). A request
+    also returns when the process of the store ends, which is usually at the same time.
     """
     until = time.monotonic() + 3 * STORE_SECONDS
     for thread in list(_requests):
@@ -123,7 +123,7 @@ class TorchControl:
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]:
         """See `Control.gather`."""
         if self._closed:
-            raise OutOfOrder("the group is closed; make a new one")
+            raise OutOfOrder("the group is closed; create a new one")
         if self._broken is not None:
             raise RendezvousFailed(self._broken)
         body = encode_value(op, value, alternative="as tensors through process_group()")
@@ -141,8 +141,8 @@ class TorchControl:
     def exchange_fds(self, fd: int, timeout: float) -> list[int | None]:
         """Raise InvalidArgument: only Unix sockets pass descriptors."""
         raise InvalidArgument(
-            "this group spans several machines, which pass no file descriptors: use `group.local` "
-            "where its host is one machine"
+            "this group spans several machines, which cannot send each other file descriptors: use "
+            "`group.local` if its host is one machine"
         )
 
     def pid(self, rank: int) -> int | None:
@@ -150,7 +150,7 @@ class TorchControl:
         return None
 
     def current_call(self, rank: int) -> str | None:
-        """Return None: torch.distributed does not tell."""
+        """Return None: torch.distributed does not report the calls of peers."""
         return None
 
     def abort(self, reason: str) -> None:
@@ -158,7 +158,7 @@ class TorchControl:
         self._broken = self._broken or reason
 
     def close(self, reason: str | None = None) -> None:
-        """Stop using the process group, which belongs to the caller. `reason` is not sent."""
+        """Stop using the process group, which the caller owns. `reason` is not sent."""
         self._closed = True
 
 
@@ -173,9 +173,9 @@ def _parse_message(rank: int, op: str, row: bytes) -> dict[str, Any]:
 
 
 class Entries:
-    """Gathers that the ranks of a process group have entered, recorded in the store.
+    """Record, in the store, of the gathers that the ranks of a process group have entered.
 
-    torch.distributed does not tell which ranks a collective waits for.
+    torch.distributed does not report which ranks a collective waits for.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -189,9 +189,9 @@ class Entries:
         self._store.set(self._key(self._rank), f"{self._count} {action}")
 
     def missing(self) -> list[str] | None:
-        """Return the ranks that have not entered this rank's gather, each with its last gather.
+        """Describe each rank that has not entered this rank's gather, with its last gather.
 
-        None if the store does not answer.
+        Returns None if the store does not answer.
         """
         values = self._store.get([self._key(rank) for rank in range(self._size)])
         if values is None:
@@ -215,10 +215,10 @@ _entries: WeakKeyDictionary[dist.ProcessGroup, Entries] = WeakKeyDictionary()
 def gather_bytes(
     group: dist.ProcessGroup, data: bytes, timeout: float, *, action: str = "a control message"
 ) -> list[bytes]:
-    """Return `data` of every rank in rank order. Collective.
+    """Gather `data` of every rank in rank order. Collective.
 
     Raises:
-        RendezvousFailed: a rank failed or did not come within `timeout` seconds.
+        RendezvousFailed: a rank failed or did not call within `timeout` seconds.
     """
     if group not in _entries:
         _entries[group] = Entries(group)
@@ -228,12 +228,12 @@ def gather_bytes(
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(size)]
     _all_gather(lengths, length, group, timeout, action)
-    counts = [int(each.item()) for each in lengths]
+    counts = [int(length.item()) for length in lengths]
     for rank, count in enumerate(counts):
         if not 0 < count <= VALUE_LIMIT + SLACK:
             raise RendezvousFailed(
-                f"rank {rank} announced a message of {count} bytes, where 1 to "
-                f"{VALUE_LIMIT + SLACK} are accepted"
+                f"rank {rank} announced a message of {count} bytes, but the size must be in 1.."
+                f"{VALUE_LIMIT + SLACK}"
             )
     padded = torch.zeros(max(counts), dtype=torch.uint8, device="cpu")
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -251,11 +251,11 @@ def _all_gather(
     action: str,
 ) -> None:
     began = time.monotonic()
-    deadline, pause, reminder = began + timeout, _POLL[0], WaitLogTimer()
+    deadline, pause, reminder = began + timeout, _MIN_POLL_SECONDS, WaitLogTimer()
     try:
         work = dist.all_gather(out, own, group=group, async_op=True)
         if work is None:
-            raise InvalidArgument("this process is no member of the given process group")
+            raise InvalidArgument("this process is not a member of the process group")
         while not work.is_completed() and time.monotonic() < deadline:
             if (waited := reminder.due()) is not None:
                 _log.warning(
@@ -264,14 +264,18 @@ def _all_gather(
                     _describe_missing(group, action),
                 )
             time.sleep(pause)
-            pause = min(2 * pause, _POLL[1])
+            pause = min(2 * pause, _MAX_POLL_SECONDS)
         work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except RuntimeError as error:
-        first, took = str(error).partition("\n")[0], time.monotonic() - began
-        how = f"within {timeout:g} s" if took >= timeout else f"and failed after {took:.1f} s"
+        first_line, elapsed = str(error).partition("\n")[0], time.monotonic() - began
+        outcome = (
+            f"did not end within {timeout:g} s"
+            if elapsed >= timeout
+            else f"failed after {elapsed:.1f} s"
+        )
         raise RendezvousFailed(
-            f"rank {dist.get_rank(group)}: {action} did not end {how}. "
-            f"{_describe_missing(group, action)} (torch.distributed: {first})"
+            f"rank {dist.get_rank(group)}: {action} {outcome}. "
+            f"{_describe_missing(group, action)} (torch.distributed: {first_line})"
         ) from error
 
 
@@ -283,7 +287,7 @@ def _describe_missing(group: dist.ProcessGroup, action: str) -> str:
             f"{action}, and make the same calls in the same order"
         )
     if missing is None:
-        return "The store does not answer: the process or the host that serves it may be gone"
+        return "The store does not answer: its process may have exited, or its host may be down"
     return "Every rank has entered it: a rank died since, or the network between them is slow"
 
 
@@ -294,31 +298,31 @@ def _message_device(group: dist.ProcessGroup) -> torch.device:
 
 
 class ManagedProcessGroup:
-    """torch.distributed's default group, made for ranks that weft started or found itself.
+    """torch.distributed's default group, initialised and destroyed by weft. Collective.
 
-    Its store is a TCPStore of rank 0 on 127.0.0.1, on a port that the system chose. Collective.
-    Raises CreationFailed or RendezvousFailed if a rank cannot join.
+    Rank 0 runs a TCPStore on 127.0.0.1, on a free port. Raises CreationFailed or RendezvousFailed
+    if a rank cannot join.
     """
 
     def __init__(self, messages: Messages, device: torch.device) -> None:
         self._owner = os.getpid()
         host, limit = "127.0.0.1", timedelta(seconds=messages.timeout)
-        backend = _backend(messages, device)
+        backend = _choose_backend(messages, device)
 
-        def serve() -> TCPStore | None:
+        def open_store() -> TCPStore | None:
             if messages.rank != 0:
                 return None
-            # Without a listener torch's store would listen on every interface.
+            # Without this listener torch's store would listen on every interface.
             listener = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
-            where = host, listener.getsockname()[1], None, True, limit
+            args = host, listener.getsockname()[1], None, True, limit
             fd = listener.detach()
-            return TCPStore(*where, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
+            return TCPStore(*args, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
 
-        served = messages.run_collective(serve, action=f"serving a store on {host}")
-        port = messages.all_gather(None if served is None else served.port)[0]
-        # Rank 0 serves the store as long as the group lives.
+        own = messages.run_collective(open_store, action=f"opening a store on {host}")
+        port = messages.all_gather(None if own is None else own.port)[0]
+        # The store of rank 0 must exist as long as the group.
         self._store = messages.run_collective(
-            lambda: served or TCPStore(host, port, None, False, limit, wait_for_workers=False),
+            lambda: own or TCPStore(host, port, None, False, limit, wait_for_workers=False),
             action=f"connecting to rank 0's store on {host}:{port}",
         )
         with default_env_var("GLOO_SOCKET_IFNAME", "lo"):  # the ranks share a host
@@ -334,13 +338,13 @@ class ManagedProcessGroup:
             except RuntimeError as error:
                 raise RendezvousFailed(f"torch.distributed did not start: {error}") from error
         world = dist.group.WORLD
-        assert world is not None  # init_process_group has just made it
+        assert world is not None  # created by init_process_group
         self.process_group: dist.ProcessGroup = world
 
     def destroy(self) -> None:
-        """Destroy the group without waiting for a peer longer than 5 s."""
+        """Destroy the group; wait at most 5 s for peers."""
         if os.getpid() != self._owner or dist.group.WORLD is not self.process_group:
-            return  # a forked child's copy, or the caller has destroyed it
+            return  # in a forked child, or the caller has destroyed the group
         # NCCL may wait for work that a dead peer will never finish.
         thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
         thread.start()
@@ -353,8 +357,8 @@ class ManagedProcessGroup:
             )
 
 
-def _backend(messages: Messages, device: torch.device) -> str:
-    # NCCL refuses ranks that share a GPU.
+def _choose_backend(messages: Messages, device: torch.device) -> str:
+    # NCCL does not support ranks that share a GPU.
     if device.type != "cuda":
         return "gloo"
     gpus = messages.all_gather(str(torch.cuda.get_device_properties(device).uuid))
@@ -363,7 +367,7 @@ def _backend(messages: Messages, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def default_env_var(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable inside the context, unless the user has set it."""
+    """Set an environment variable in the context unless the user has set it."""
     if name in os.environ:
         yield
         return

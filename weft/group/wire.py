@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between two ranks: JSON objects on a Unix socket that keeps boundaries (SOCK_SEQPACKET).
+"""Messages between two ranks: JSON objects over a Unix socket of type SOCK_SEQPACKET.
 
-A message carries at most one descriptor. A message that is too large for the buffer of a socket is
-sent as a descriptor of memory that holds it. Nothing here waits.
+A message has at most one descriptor. A message that is too large for a socket's buffer is sent as a
+memfd with its content. No function here blocks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[s
 
 VALUE_LIMIT = 1 << 20  # bytes of one rank's value
 SLACK = 4096  # bytes that a message may add around a value
-TEXT_LIMIT = 4000  # characters of a peer's text that are repeated
-_INLINE = 1 << 15  # bytes: the smallest default buffer of a socket holds several of these
-_IN_MEMORY = b"@"  # the descriptor has the message; no JSON begins so
+TEXT_LIMIT = 4000  # characters of a peer's text that an error may contain
+_INLINE = 1 << 15  # bytes of a message in a socket; default buffers hold several of them
+_IN_MEMORY = b"@"  # marks a message whose content is in the memfd; not valid JSON
 # CMSG_LEN, not CMSG_SPACE: the padding of CMSG_SPACE(4) would admit a second descriptor.
 _ONE_FD = socket.CMSG_LEN(4)
 
@@ -37,11 +37,11 @@ class Disconnected(ConnectionError):
 
 
 class MalformedMessage(ValueError):
-    """The other end sent what no rank of this job sends."""
+    """The other end sent a message that violates the protocol."""
 
 
 class DescriptorLimit(OSError):
-    """A descriptor arrived and this process is at its limit."""
+    """A descriptor was received, but this process is at its limit of open files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Message:
 
 
 def encode(value: JSON) -> bytes:
-    """Return `value` as JSON bytes. Raises TypeError or ValueError if JSON cannot represent it."""
+    """Encode `value` as JSON. Raises TypeError or ValueError if JSON cannot represent it."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except RecursionError as error:
@@ -66,15 +66,15 @@ def encode(value: JSON) -> bytes:
 
 
 def encode_value(op: str, value: JSON, *, alternative: str) -> bytes:
-    """Return the JSON bytes of a control message's value.
+    """Encode the value of a control message as JSON.
 
     Args:
         op: Name of the call, for errors.
-        value: The value.
-        larger: How to send large data instead, for errors.
+        value: Value to encode.
+        alternative: How to send large data instead, for errors.
 
     Raises:
-        InvalidArgument: JSON cannot represent the value, or it takes more than VALUE_LIMIT bytes.
+        InvalidArgument: JSON cannot represent the value, or it exceeds VALUE_LIMIT bytes.
     """
     try:
         body = encode(value)
@@ -84,14 +84,14 @@ def encode_value(op: str, value: JSON, *, alternative: str) -> bytes:
         ) from error
     if len(body) > VALUE_LIMIT:
         raise InvalidArgument(
-            f"{op} was given {len(body)} bytes of JSON and carries at most {VALUE_LIMIT}; "
-            f"send large data {alternative}"
+            f"{op} got {len(body)} bytes of JSON, which exceed the limit of {VALUE_LIMIT}; send "
+            f"large data {alternative}"
         )
     return body
 
 
 def decode(data: bytes) -> Any:
-    """Return the value that `encode` wrote. Raises MalformedMessage for anything else."""
+    """Decode a value from JSON. Raises MalformedMessage if `data` is not valid JSON."""
     try:
         return _DECODER.decode(data.decode())
     except (ValueError, RecursionError) as error:
@@ -99,34 +99,34 @@ def decode(data: bytes) -> Any:
 
 
 def sanitize_text(value: Any) -> str:
-    """Return a peer's text fit for an error: bounded, and without lone surrogates."""
+    """Return a peer's text for use in an error: truncated, and without lone surrogates."""
     text = value if isinstance(value, str) else repr(value)
     return text[:TEXT_LIMIT].encode(errors="backslashreplace").decode()
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is no finite number")
+        raise ValueError(f"{text[:40]} is not a finite number")
     return value
 
 
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON number")
+def _reject_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number")
 
 
-# NaN and infinities could be read, but not sent on to the others.
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
+# NaN and infinities are rejected because `encode` could not send them to other ranks.
+_DECODER = json.JSONDecoder(parse_float=_parse_finite, parse_constant=_reject_constant)
 
 
 def send(connection: socket.socket, data: bytes, fd: int | None = None) -> bool:
-    """Send a message, the JSON of an object; return False if the socket has no room now.
+    """Send the JSON of an object as a message; return False if the socket's buffer is full.
 
-    Only messages of up to 32 KiB can carry `fd`.
+    `fd` can be sent with messages of up to 32 KiB only.
 
     Raises:
-        Disconnected: the other end is gone.
-        OSError: this process lacks memory or descriptors.
+        Disconnected: the other end is closed.
+        OSError: this process is out of memory or descriptors.
     """
     if len(data) <= _INLINE:
         return _send(connection, data, fd)
@@ -161,18 +161,18 @@ def receive(connection: socket.socket, *, trusted: bool = True) -> Message | Non
 
     Args:
         connection: The socket.
-        trusted: Whether the other end has shown the nonce. Only then may it send memory, which
-            this process reads.
+        trusted: Whether the other end has sent the nonce. Only then this process reads messages
+            from a memfd.
 
     Raises:
-        Disconnected: the other end is gone.
-        MalformedMessage: the message breaks the protocol.
-        DescriptorLimit: this process has no room for a descriptor.
+        Disconnected: the other end is closed.
+        MalformedMessage: the message violates the protocol.
+        DescriptorLimit: this process is at its limit of open files.
     """
     try:
         try:
             data, fd = _receive(connection)
-        except ConnectionResetError:  # reported once, before the messages still to be read
+        except ConnectionResetError:  # reported once, before the remaining messages
             data, fd = _receive(connection)
     except BlockingIOError:
         return None
@@ -187,7 +187,7 @@ def receive(connection: socket.socket, *, trusted: bool = True) -> Message | Non
             data = _read(memory)
         body = decode(data)
         if not isinstance(body, dict):
-            raise MalformedMessage(f"a message is {body!r:.40}, and no object")
+            raise MalformedMessage(f"a message is {body!r:.40}, not an object")
     except MalformedMessage:
         _close(fd)
         raise
@@ -196,18 +196,18 @@ def receive(connection: socket.socket, *, trusted: bool = True) -> Message | Non
 
 def _receive(connection: socket.socket) -> tuple[bytes, int | None]:
     flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-    data, control, got, _ = connection.recvmsg(_INLINE, _ONE_FD, flags)
+    data, control, result_flags, _ = connection.recvmsg(_INLINE, _ONE_FD, flags)
     fds = array.array("i")
-    for level, kind, each in control:
+    for level, kind, content in control:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(each[: len(each) - len(each) % fds.itemsize])
-    if got & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) > 1:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    if result_flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) > 1:
         for fd in fds:
             os.close(fd)
-        if got & socket.MSG_TRUNC:
+        if result_flags & socket.MSG_TRUNC:
             raise MalformedMessage(f"a message of more than {_INLINE} bytes")
         if fds:
-            raise MalformedMessage("more than one descriptor came with a message")
+            raise MalformedMessage("a message has more than one descriptor")
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise DescriptorLimit(
             f"it is at its limit of {soft} open descriptors; raise it with `ulimit -n`"
@@ -216,7 +216,7 @@ def _receive(connection: socket.socket) -> tuple[bytes, int | None]:
 
 
 def _read(memory: int) -> bytes:
-    """Return the content of `memory` and close it. Raises MalformedMessage if it is too large."""
+    """Return the content of a memfd and close it. Raises MalformedMessage if it is too large."""
     limit = VALUE_LIMIT + SLACK
     try:
         data = os.pread(memory, limit + 1, 0)

@@ -367,10 +367,10 @@ def test_two_hosts_are_served(ranks: Any, count: int) -> None:
         else:
             assert max(max(each) for each in result) < CLOSE, case
     expected = (  # all-reduces are of one host, and a group of several hosts does not recover
-        "WEFT_SGLANG_ALLREDUCE=1 takes ranks of one host, and these are on 2: unset "
+        "WEFT_SGLANG_ALLREDUCE=1 needs ranks on one host, but they are on 2: unset "
         "WEFT_SGLANG_ALLREDUCE, or keep --tp within one host"
         if count == 2
-        else "--elastic-ep-backend weft takes ranks of one machine, and these are on 2: leave it "
+        else "--elastic-ep-backend weft needs ranks on one machine, but they are on 2: leave it "
         "out, or start without --nnodes"
     )
     assert errors == [expected] * count

@@ -308,7 +308,7 @@ def test_settings_rounds_and_refusals(ranks: Any) -> None:
         assert {text: error for text, error in errors.items() if text not in error} == {}
     for form, results in zip(FORMS, hosts, strict=True):
         text = (
-            f"InvalidArgument: WEFT_VLLM={form} takes ranks of one host, and these are on 2: keep "
+            f"InvalidArgument: WEFT_VLLM={form} needs ranks on one host, but they are on 2: keep "
             "expert-parallel ranks within one host, without --nnodes, or unset WEFT_VLLM"
         )
         assert results == [text] * 2
