@@ -103,7 +103,7 @@ def test_a_rank_out_of_descriptors_raises(meeting, monkeypatch):
 
     monkeypatch.setattr(socket.socket, "accept", accept)
     for error in both_meet(meeting):
-        assert "rank 0 cannot meet the others: [Errno 24] Too many open files" in str(error)
+        assert "rank 0 cannot connect the ranks: [Errno 24] Too many open files" in str(error)
 
 
 def test_no_message_of_a_stranger_ends_the_meeting(meeting):
@@ -235,7 +235,7 @@ NONE = "0" * 64
     ["", "0-", NONE, f"0-{NONE[1:]}", "0-" + "g" * 64, f"-1-{NONE}", f"0-{NONE}\n", f"٣-{NONE}"],
 )
 def test_an_invalid_address_is_refused(address):
-    with pytest.raises(InvalidArgument, match="the address of the meeting is .*Meeting.address"):
+    with pytest.raises(InvalidArgument, match="malformed meeting address: .*Meeting.address"):
         Meeting.from_address(address)
 
 

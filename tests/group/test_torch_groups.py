@@ -127,4 +127,4 @@ def test_ranks_that_share_a_gpu_meet_by_gloo(second, backend, monkeypatch):
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a")
     )
     group: Any = SimpleNamespace(all_gather=lambda own: [own, second])
-    assert collective._backend(group, torch.device("cuda", 0)) == backend
+    assert collective._choose_backend(group, torch.device("cuda", 0)) == backend
