@@ -112,7 +112,7 @@ class Shape:
         return self.tokens * (self.top_k if self.combine == "gemm_push" else self.ranks)
 
     @property
-    def slots(self) -> int:
+    def padded_top_k(self) -> int:
         """top_k padded to whole 16-byte vectors."""
         return -(-self.top_k // 4) * 4
 

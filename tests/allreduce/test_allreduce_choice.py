@@ -83,9 +83,7 @@ def test_oneshot_alone_refuses_more_tokens_than_slots(group):
             lambda: reduce.fused(rows, backend="oneshot"),
             lambda: reduce.explain(550),
         ):
-            text = (
-                "add 'twoshot' to backends, or use torch.distributed"
-            )
+            text = "add 'twoshot' to backends, or use torch.distributed"
             refused(InvalidArgument, call, "550 tokens", text)
         assert torch.equal(reduce.fused(rows[:512]).out, rows[:512] * 2)  # type: ignore[arg-type]
         reduce.check()

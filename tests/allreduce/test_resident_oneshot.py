@@ -111,7 +111,7 @@ def send_half_rows(group: weft.Group, library: str) -> str:
         if group.rank == 0:
             sizes = ar.config
             size = (2 * sizes.direct, sizes.row_bytes)
-            rows = ar.heap.tensor(size, torch.uint8, offset=sizes.rows)
+            rows = ar.heap.tensor(size, torch.uint8, offset=sizes.rows_offset)
             rows[:, : sizes.row_bytes // 2] = 0
             x, weight = CASE.rows(0, group.device), CASE.shared(group.device)[1]
             norm = torch.full_like(x, 7.0)

@@ -76,7 +76,9 @@ def half_a_row(
         if group.rank == 0:
             sizes = ar.config
             slots = ar.heap.tensor(
-                (2 * (sizes.direct + sizes.owned), sizes.row_bytes), torch.uint8, offset=sizes.rows
+                (2 * (sizes.direct + sizes.owned), sizes.row_bytes),
+                torch.uint8,
+                offset=sizes.rows_offset,
             )
             slots[:, : sizes.row_bytes // 2] = 0
             try:

@@ -38,7 +38,7 @@ def arrived(a2a: weft.AllToAll, received: weft.Received) -> weft.Received:
     words = layout.route_bytes // 4
     route = heap.tensor((slots, words), torch.int32, offset=layout.route).cpu()
     route = route.view(shape.ranks, shape.tokens, words)
-    weights = route[..., shape.slots :].view(torch.float32)
+    weights = route[..., shape.padded_top_k :].view(torch.float32)
     return weft.Received(
         (received.x.cpu(),),
         route[..., : shape.top_k],

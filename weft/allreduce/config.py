@@ -157,23 +157,23 @@ class ReduceConfig:
         return -(-self.tokens // self.ranks)
 
     @property
-    def slots(self) -> int:
+    def inbox_offset(self) -> int:
         """Byte offset of the memory that peers write, which begins with the call words."""
         return header_bytes(self.ranks)
 
     @property
-    def rows(self) -> int:
+    def rows_offset(self) -> int:
         """Byte offset of the slots for rows, which are initially filled with sentinels."""
-        return self.slots + 2 * round_up(8 * self.ranks, 64)
+        return self.inbox_offset + 2 * round_up(8 * self.ranks, 64)
 
     @property
-    def trailers(self) -> int:
+    def trailers_offset(self) -> int:
         """Byte offset of the slots for row statistics."""
         if self.ranks == 1:  # layout.cuh has one unused slot of each kind
-            return self.rows + sum(round_up(count * self.row_bytes) for count in (2, 2, 1))
+            return self.rows_offset + sum(round_up(count * self.row_bytes) for count in (2, 2, 1))
         row = (self.ranks - 1) * self.row_bytes
         sizes = (2 * self.direct, 2 * self.owned, self.owned)
-        return self.rows + sum(round_up(count * row) for count in sizes)
+        return self.rows_offset + sum(round_up(count * row) for count in sizes)
 
     @property
     def descriptor(self) -> int:
@@ -183,16 +183,16 @@ class ReduceConfig:
     @property
     def share_bytes(self) -> int:
         """Bytes of symmetric memory of one rank."""
-        return self.trailers + round_up(16 * max(1, (self.ranks - 1) * self.owned))
+        return self.trailers_offset + round_up(16 * max(1, (self.ranks - 1) * self.owned))
 
     def expected_offsets(self) -> CppValues:
         """Return C++ expressions of the offsets for a Reduction named R, and their values."""
         share = "ReductionShare<R>"
         return [
             (f"sizeof(weft::{share})", self.share_bytes),
-            (cpp_offset(share, "inbox"), self.slots),
-            (cpp_offset(share, "inbox.direct"), self.rows),
-            (cpp_offset(share, "inbox.trailer"), self.trailers),
+            (cpp_offset(share, "inbox"), self.inbox_offset),
+            (cpp_offset(share, "inbox.direct"), self.rows_offset),
+            (cpp_offset(share, "inbox.trailer"), self.trailers_offset),
         ]
 
     def manifest(self) -> dict[str, JSON]:

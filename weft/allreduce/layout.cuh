@@ -194,7 +194,7 @@ WEFT_SLOW_FN bool wait_failed(const Site& site, u64 epoch, u64 hash, SlotWait& w
           .observed = u64(wait.slot),
           .elapsed_ns = now_ns() - wait.start,
           .token = wait.token,
-          .slot = wait.vector,
+          .index = wait.vector,
           .reported_by = result.reported_by});
     return true;
 }
@@ -237,7 +237,7 @@ WEFT_FN u32 source_row(const ReduceArgs& a, i32 index, u32 token, u32 k, bool re
                 .expected = a.row_limit,
                 .observed = u64(i64(index)),
                 .token = token,
-                .slot = k});
+                .index = k});
     return a.row_limit;
 }
 

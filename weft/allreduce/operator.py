@@ -264,9 +264,9 @@ class AllReduce(Operator):
     def _write_contents(self, header: ctypes.Structure) -> None:
         config = self.config
         share = self.heap.tensor((config.share_bytes,), torch.uint8)
-        share[config.slots : config.rows].zero_()
-        share[config.rows : config.trailers].fill_(0xFF)
-        share[config.trailers :].zero_()
+        share[config.inbox_offset : config.rows_offset].zero_()
+        share[config.rows_offset : config.trailers_offset].fill_(0xFF)
+        share[config.trailers_offset :].zero_()
         dead_ranks = [r for r in range(config.ranks) if not self.living_mask >> r & 1]
         if dead_ranks and config.missing == "error":
             self._mailbox.broken = ErrorRecord(

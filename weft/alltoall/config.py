@@ -118,7 +118,7 @@ class Offsets:
         slots, by_choice = shape.ranks * shape.tokens, shape.combine == "gemm_push"
         counts = header_bytes(shape.ranks) + 2 * round_up(8 * shape.ranks)
         route = counts + round_up(4 * shape.ranks)
-        route_bytes = 8 * shape.slots
+        route_bytes = 8 * shape.padded_top_k
         at = route + round_up(slots * route_bytes)
         planes, pitches = [], []
         for size in shape.row_bytes:
@@ -139,7 +139,7 @@ class Offsets:
         end = destinations + 4 * rank_words(shape.ranks) * shape.tokens
         share_bytes = round_up(end + 1)
         if by_choice:
-            share_bytes = round_up(round_up(end) + 8 * shape.tokens * shape.slots)
+            share_bytes = round_up(round_up(end) + 8 * shape.tokens * shape.padded_top_k)
         return cls(
             share_bytes=share_bytes,
             counts=counts,

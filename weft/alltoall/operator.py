@@ -507,7 +507,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         flags = header_bytes(shape.ranks)
         heap.tensor((at.route - flags,), torch.uint8, offset=flags).zero_()
         routes = heap.tensor((shape.ranks * shape.tokens, words), torch.int32, offset=at.route)
-        routes[:, : shape.slots].fill_(-1)
+        routes[:, : shape.padded_top_k].fill_(-1)
         if shape.stats:
             size = (shape.ranks, shape.stats)
             heap.tensor(size, torch.int32, offset=at.stats).zero_()
@@ -524,7 +524,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         weights = heap.tensor(
             (*slots, shape.top_k),
             torch.float32,
-            offset=at.route + 4 * shape.slots,
+            offset=at.route + 4 * shape.padded_top_k,
             stride=stride,
         )
         planes = tuple(

@@ -139,8 +139,8 @@ struct ErrorRecord {
         phase = 0;                   // peer: the culprit; if aborted, the aborting rank
     u64 expected = 0, observed = 0;  // epochs, hashes, or ids and their limit
     u64 elapsed_ns = 0;
-    u32 token = 0, slot = 0;  // which token and which of its top_k entries
-    u32 reported_by = 0;      // rank + 1 of the peer that detected it; 0: this rank itself
+    u32 token = 0, index = 0;  // the token, and its top_k entry, 16-byte word or expert
+    u32 reported_by = 0;       // rank + 1 of the peer that detected it; 0: this rank itself
     u32 reserved = 0;
 };
 

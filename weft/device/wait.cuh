@@ -94,7 +94,7 @@ WEFT_FN void refuse_id(Header& header, const Site& site, u32 experts, i64 id, u3
             .expected = experts,
             .observed = u64(id),
             .token = token,
-            .slot = k});
+            .index = k});
 }
 
 WEFT_FN void refuse_duplicate(Header& header, const Site& site, u32 token, u32 k, i32 id) {
@@ -104,7 +104,7 @@ WEFT_FN void refuse_duplicate(Header& header, const Site& site, u32 token, u32 k
             .expected = 1,
             .observed = u64(id),
             .token = token,
-            .slot = k});
+            .index = k});
 }
 
 // Reports an id of an expert on a rank that is gone. Such ids may be frequent, so each rank is
@@ -117,7 +117,7 @@ WEFT_FN void refuse_gone(Header& header, const Site& site, u32 gone, i32 id, u32
             .expected = ranks_from(header.living, 0),
             .observed = u64(id),
             .token = token,
-            .slot = k},
+            .index = k},
            1u << (rank_words == 1 ? gone : gone % 32), gone / 32);
 }
 

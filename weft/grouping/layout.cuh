@@ -69,7 +69,7 @@ WEFT_FN void refuse_rows(Header& header, const Site& site, u32 limit, u64 needed
             .phase = u32(grouping_phase),
             .expected = limit,
             .observed = needed,
-            .slot = group});
+            .index = group});
 }
 
 }  // namespace weft

@@ -40,7 +40,7 @@ class ErrorRecord(ctypes.Structure):
         ("observed", c_uint64),
         ("elapsed_ns", c_uint64),
         ("token", c_uint32),
-        ("slot", c_uint32),
+        ("index", c_uint32),
         ("reported_by", c_uint32),
         ("reserved", c_uint32),
     )

@@ -84,7 +84,7 @@ class InputReports:
         if index < num_counts:
             host, record.expected = index, rows
         else:
-            token, record.slot = divmod(index - num_counts, self._span.top_k)
+            token, record.index = divmod(index - num_counts, self._span.top_k)
             host, record.token = divmod(token, rows)
             record.expected = num_experts
         if origin == ARRIVED:

@@ -13,7 +13,7 @@ from weft.lowlatency.config import (
     LowLatencyConfig,
     LowLatencyDispatchArgs,
 )
-from weft.lowlatency.results import Slot
+from weft.lowlatency.results import ResultSlot
 from weft.runtime.kernels import Kernels
 
 
@@ -51,7 +51,7 @@ class LocalExchange:
         self,
         entry: str,
         call: CallRecord,
-        slot: Slot,
+        slot: ResultSlot,
         results: Mapping[str, torch.Tensor],
         x: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -88,7 +88,7 @@ class LocalExchange:
     def combine(
         self,
         entry: str,
-        slot: Slot,
+        slot: ResultSlot,
         y: torch.Tensor | None,
         counts: torch.Tensor,
         topk_ids: torch.Tensor,

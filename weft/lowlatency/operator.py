@@ -34,7 +34,7 @@ from weft.lowlatency.config import (
 from weft.lowlatency.exchange import LocalExchange
 from weft.lowlatency.kernels import load_kernels
 from weft.lowlatency.reference import delivered_rows
-from weft.lowlatency.results import ExpertRows, Handle, Slot
+from weft.lowlatency.results import ExpertRows, Handle, ResultSlot
 from weft.lowlatency.trace import dump
 from weft.placement import ExpertRankMixin
 from weft.runtime.ambient import as_creation
@@ -164,7 +164,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         self._local = LocalExchange(
             self._kernels, config, self.site, self.num_local_experts, self._tracks
         )
-        self._exchange: LowLatencyExchange[Slot] = self._local
+        self._exchange: LowLatencyExchange[ResultSlot] = self._local
         self.traced_handles = traced.TracedHandles(config.slots)
         if config.span is not None:
             self._connect_hosts(config.span)
@@ -506,7 +506,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
             "combine one first"
         )
 
-    def _check_results(self, y: torch.Tensor | None, slot: Slot) -> None:
+    def _check_results(self, y: torch.Tensor | None, slot: ResultSlot) -> None:
         if self.config.shape.gemm_push:
             if y is not None:
                 raise InvalidArgument(
@@ -578,7 +578,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         own = len(config.placement.experts_of(self.group.rank))
         failed = header_structs(config.shape.ranks).Header.failed
         abort_flag = heap.tensor((1,), torch.int32, offset=failed.offset)
-        self.slots = [Slot(i, config, own, device, abort_flag) for i in range(config.slots)]
+        self.slots = [ResultSlot(i, config, own, device, abort_flag) for i in range(config.slots)]
         size = trace_shape(config.shape.ranks) if config.profile else (0,)
         self._tracks = torch.zeros(size, dtype=torch.uint8, device=device)
 

@@ -68,7 +68,7 @@ class ExpertRows:
     abort_flag: torch.Tensor | None = None
 
 
-class Slot:
+class ResultSlot:
     """Memory of one result and of the routing that its combine needs."""
 
     def __init__(

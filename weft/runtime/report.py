@@ -40,7 +40,7 @@ def input_error(record: ErrorRecord, count: int, *, drops_repeats: bool = False)
         drops_repeats: Whether dispatch drops a repeated id of a row.
     """
     more = f" ({count} reports since the last check)" if count > 1 else ""
-    entry = f"rank {record.rank}: topk_ids[{record.token}, {record.slot}]"
+    entry = f"rank {record.rank}: topk_ids[{record.token}, {record.index}]"
     if record.code == BAD_EXPERT_ID:
         return BadExpertId(
             f"{entry} is {_to_signed(record.observed)}{_reporter(record)}; expert ids are "
@@ -63,14 +63,14 @@ def input_error(record: ErrorRecord, count: int, *, drops_repeats: bool = False)
         )
     if record.code == BAD_ROW_INDEX:
         return InvalidArgument(
-            f"rank {record.rank}: index[{record.token}, {record.slot}] of a MoEFinalize is "
+            f"rank {record.rank}: index[{record.token}, {record.index}] of a MoEFinalize is "
             f"{_to_signed(record.observed)}; its rows are 0..{record.expected - 1}, or -1 for "
             f"none. The entry was dropped{more}. Fix the code that computes the index."
         )
     if record.phase == GROUPING:
         return TokenOverflow(
             f"rank {record.rank}: grouping needs {record.observed} rows (masked: for local expert "
-            f"{record.slot}; contiguous: padding included), the buffer has "
+            f"{record.index}; contiguous: padding included), the buffer has "
             f"max_rows={record.expected}. Entries beyond it were dropped{more}. "
             "Build ExpertGroups with a larger max_rows."
         )
@@ -198,7 +198,7 @@ def _reduce_timeout(record: ErrorRecord, who: str, option: str, machines: int) -
     """Return the timeout of an all-reduce, with the slot that did not arrive."""
     return PeerTimeout(
         f"{who}, epoch {record.expected}: the {SLOTS.get(record.observed, 'slot')} of token "
-        f"{record.token} (16-byte word {record.slot}) did not come from rank {record.peer} "
+        f"{record.token} (16-byte word {record.index}) did not come from rank {record.peer} "
         f"within {record.elapsed_ns / 1e9:.2f} s. {_late_peer(option, machines)}"
     )
 
