@@ -30,6 +30,7 @@ for each in PATIENT:
     assert defaults is not None
     assert {"timeout", "first_timeout"} <= defaults.keys()
     defaults.update(timeout=SECONDS, first_timeout=SECONDS)
+weft.launch.__globals__["_GROUP_TIMEOUT"] = SECONDS
 
 
 def hurry(operator: HasHeap, seconds: float) -> None:
