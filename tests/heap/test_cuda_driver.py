@@ -132,8 +132,8 @@ def test_a_full_gpu_raises_with_both_numbers(install):
     run(whole)
     number = names_of(whole, 1).index("cuMemCreate") + 1
     for _, text in run(install(fail=(1, number))):
-        assert f"takes {2 * GRANULE} bytes in one piece" in text
-        assert f"cuda:1 has {3 << 30} free of {8 << 30}" in text
+        assert f"cannot allocate {2 * GRANULE} contiguous bytes" in text
+        assert f"cuda:1 ({3 << 30} free of {8 << 30})" in text
         assert "memory_bytes" in text
 
 
@@ -251,7 +251,7 @@ def test_memory_of_several_machines_does_not_go_as_descriptors(install):
     first = names_of(fake, 1).index("cuMemCreate") + 1
     for name, message in run(install(fabric=True, fail=(1, first)), make_on_machines):
         assert name == "HandleUnsupported"
-        assert "rank 1 on cuda:1 (Test GPU) can no longer make fabric handles" in message
+        assert "rank 1 on cuda:1 (Test GPU) can no longer export fabric handles" in message
 
 
 def look(group, fake):

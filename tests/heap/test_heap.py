@@ -69,10 +69,10 @@ def test_views_have_the_requested_address_and_stay_inside(group):
         assert heap.tensor((1,), torch.int64, offset=8).data_ptr() == heap.address(0) + 8
         outside = "at byte|must not be|must be"
         wrong: list[tuple[tuple[int, ...], str, dict[str, Any]]] = [
-            ((257,), "ends at byte 257 and the share has 256", {"dtype": torch.uint8}),
+            ((257,), "ends at byte 257, but the share has 256", {"dtype": torch.uint8}),
             ((1,), outside, {"offset": 256}),
             ((1,), outside, {"offset": -4}),
-            ((1,), "align the offset", {"offset": 2}),
+            ((1,), "multiple of the element size", {"offset": 2}),
             ((2, 2), outside, {"stride": (62, 2)}),
             ((2, 2), "stride", {"stride": (1,)}),
             ((2,), "stride", {"stride": (-1,)}),
@@ -92,9 +92,9 @@ def test_bytes_are_written_inside_the_share_alone(group):
         heap.write(0, 4094, b"ab")
         assert bytes(heap.tensor((2,), torch.uint8, offset=4094)) == b"ab"
         wrong: list[tuple[Any, Any, Any, str]] = [
-            (0, 4095, b"ab", "end at byte 4097 and the share has 4096"),
+            (0, 4095, b"ab", "end at byte 4097, but the share has 4096"),
             (0, -1, b"a", "offset is -1"),
-            (0, 0, bytes(2049), "at most 2048"),  # a GPU stages them in half a page
+            (0, 0, bytes(2049), "limit of 2048 per write"),  # a GPU stages them in half a page
             (1, 0, b"a", "rank is 1"),
             (0, 0, "a", "data is"),
         ]
@@ -218,7 +218,7 @@ def test_the_header_of_a_dead_rank_can_be_read(group):
 def test_a_share_smaller_than_a_header_is_refused(group):
     with (
         Heap.create(group, HEADER_BYTES - 1) as heap,
-        pytest.raises(InvalidArgument, match=f"a header takes {HEADER_BYTES}"),
+        pytest.raises(InvalidArgument, match=f"a header needs {HEADER_BYTES}"),
     ):
         heap.header()
 
@@ -388,10 +388,10 @@ def test_one_rank_that_fails_dies_or_stalls_fails_all(victim, where, what, tmp_p
     ("size", "seals", "text"),
     [
         (2 * PAGE, pages.SEALS, f"sent memory of {2 * PAGE} bytes, but the ranks agreed on {PAGE}"),
-        (PAGE, 0, "it could shrink under its readers"),
-        (PAGE, fcntl.F_SEAL_SEAL, "it could shrink under its readers"),
-        (PAGE, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_GROW, "it could shrink under its readers"),
-        (PAGE, None, "so no memfd"),
+        (PAGE, 0, "it could shrink while others read it"),
+        (PAGE, fcntl.F_SEAL_SEAL, "it could shrink while others read it"),
+        (PAGE, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_GROW, "it could shrink while others read it"),
+        (PAGE, None, "is not a memfd"),
     ],
 )
 def test_memory_that_a_peer_could_change_is_refused(tmp_path, size, seals, text):

@@ -69,7 +69,7 @@ def test_all_ranks_of_the_host_count(ranks, host):
     assert common_refusal(ranks, 4 * GIB) == ""
     text = common_refusal(ranks, 4 * GIB + 1)
     assert f"({4 * GIB + 1} bytes) on each of 2 ranks" in text
-    assert f"({8 * GIB + 2} bytes) together" in text
+    assert f"({8 * GIB + 2} bytes) in total" in text
     assert f"rank 0 sees 8.59 GB ({8 * GIB} bytes) available" in text
     assert "memory_bytes" in text
 
@@ -94,7 +94,7 @@ def test_the_tightest_control_group_counts(ranks, host, own, path):
     # 6 GiB, of which 3 are taken, and 1 of these is pages of files that can go.
     assert common_refusal(ranks, 2 * GIB) == ""
     text = common_refusal(ranks, 2 * GIB + 1)
-    assert f"({4 * GIB + 2} bytes) together for the 2 in the control group of rank 0" in text
+    assert f"({4 * GIB + 2} bytes) in total for the 2 in the control group of rank 0" in text
     assert f"({4 * GIB} bytes) left" in text
     assert str(host_memory.CGROUPS / path) in text
 

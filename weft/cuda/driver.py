@@ -20,15 +20,15 @@ _REMEDIES = {
     "CUDA_ERROR_INVALID_IMAGE": "the code is damaged or for another GPU: `weft cache clear`",
     "CUDA_ERROR_OUT_OF_MEMORY": "free some GPU memory",
     "CUDA_ERROR_NOT_FOUND": 'the name is not in the code: is it declared extern "C"?',
-    "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "ask for fewer threads or less shared memory per block",
+    "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "use fewer threads or less shared memory per block",
     "CUDA_ERROR_INVALID_VALUE": "compare the sizes above with the limits of this GPU",
     "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel failed; the CUDA context is lost: restart",
     "CUDA_ERROR_INVALID_CONTEXT": "use the module on the device on which it was loaded",
     "CUDA_ERROR_INVALID_HANDLE": "use the module before unload() and on the device on which it "
     "was loaded",
 }
-# Memory that is held only because its free waits for the GPU. It has the size that torch's
-# allocator takes at a time, so that the driver does not carve it out of another allocation.
+# Size of an allocation whose only purpose is that its free waits for the GPU. It is the block size
+# of torch's allocator, so that the driver does not place it in another allocation's block.
 FENCE_BYTES = 2 << 20
 
 
@@ -47,7 +47,7 @@ def call_driver(name: str, *args: Any, action: str = "") -> Any:
     """Call a driver function and return its value, a tuple of values, or None.
 
     Raises:
-        DriverError: names the call, what weft was `action`, the reason and the fix.
+        DriverError: the call failed. Names the call, the `action`, the reason and the fix.
     """
     api = load_driver()
     try:
@@ -64,12 +64,12 @@ def call_driver(name: str, *args: Any, action: str = "") -> Any:
 
 
 def describe_status(status: Any) -> str:
-    """Return a driver status as name, number, the driver's text and, if known, the fix."""
-    known, words = load_driver().cuGetErrorString(status)
+    """Format a driver status as name, number, the driver's text and, if known, the fix."""
+    lookup, message = load_driver().cuGetErrorString(status)
     name = getattr(status, "name", "unknown error")
     text = f"{name} ({int(status)})"
-    if int(known) == 0 and words:
-        text += f": {words.decode()}"
+    if int(lookup) == 0 and message:
+        text += f": {message.decode()}"
     return f"{text}; {_REMEDIES[name]}" if name in _REMEDIES else text
 
 
@@ -77,22 +77,22 @@ def describe_status(status: Any) -> str:
 def relaxed_capture(device: torch.device | None = None) -> Iterator[None]:
     """Let this thread allocate, load, free and wait while streams of the process are captured.
 
-    A thread that captures may not make such calls, nor may any thread while one captures in the
-    global mode. A forbidden call invalidates the capture, and the capturing thread sees the error
-    at a later launch. What weft does inside this context is not part of a graph, so relaxing the
+    By default such calls are forbidden in a thread that captures, and in every thread while one
+    captures in the global mode. A forbidden call invalidates the capture, and the capturing thread
+    gets the error at a later launch. Calls in this context are not part of a graph, so relaxing the
     mode is safe. The thread's mode is restored at the end.
 
-    Nothing may wait for a capture in any mode. Synchronising the context
+    Waiting for captured work is an error in any mode. Synchronising the context
     (`torch.cuda.synchronize`), recording an event of it, or using the default stream while a stream
-    that blocks with it is captured invalidates the capture. The driver has no call that
-    reports whether a capture is under way. To know that the GPU has finished its work, wait with
-    `allocate_fence` or for streams of your own.
+    that blocks with it is captured invalidates the capture. No driver call reports whether any
+    capture is active. To know that the GPU has finished its work, free the memory of
+    `allocate_fence` or wait for streams of your own.
 
     Args:
         device: Device of the work. Nothing is done for a CPU.
 
     Raises:
-        DriverError: the driver refused the mode.
+        DriverError: the driver rejected the mode.
     """
     if device is not None and device.type != "cuda":
         yield
@@ -107,12 +107,12 @@ def relaxed_capture(device: torch.device | None = None) -> Iterator[None]:
 
 
 def allocate_fence() -> int:
-    """Return memory of the current context whose `cuMemFree` waits for all work of the GPU.
+    """Allocate memory in the current context whose `cuMemFree` waits for all work of the GPU.
 
-    That is the work that any stream of the context held before, including running graphs. The
-    driver cannot know which work uses the memory, so it waits for all; `torch.cuda.empty_cache`
-    relies on the same. Unlike a synchronisation of the context, the free is allowed within
-    `relaxed_capture` while streams are captured, because captured work does not run. Allocate it in
-    advance: memory may be short when the wait is needed. Raises DriverError.
+    The free waits for all work that any stream of the context already holds, including running
+    graphs: the driver cannot know which work uses the memory. `torch.cuda.empty_cache` relies on
+    the same behaviour. Unlike a context synchronisation, the free is allowed within
+    `relaxed_capture` while streams are captured, because captured work does not run. Allocate the
+    fence in advance: memory may be short when the wait is needed. Raises DriverError.
     """
     return int(call_driver("cuMemAlloc", FENCE_BYTES))

@@ -27,7 +27,7 @@ _REMEDY = (
     "shows the GPUs of all ranks, and that a container has all GPUs and one IPC namespace"
 )
 
-_CAPSULE_NAME = b"dltensor"  # the capsule keeps the pointer, so the bytes must outlive it
+_CAPSULE_NAME = b"dltensor"  # the capsule keeps a pointer to it, so it must outlive the capsule
 _DL_UINT = 1
 _DL_DEVICES = {"cpu": 1, "cuda": 2}
 
@@ -67,17 +67,17 @@ _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
-# Objects that each tensor keeps alive, by the address of its struct, until the deleter is called.
+# Objects to keep alive until the deleter of a tensor is called, by the address of its struct.
 _alive: dict[int, tuple[object, ...]] = {}
 
 
 def _release(address: int, pop: Callable[..., object] = _alive.pop) -> None:
-    # `pop` is bound here: at interpreter exit the module's names go before its tensors.
+    # `pop` is a default: at interpreter exit the module's names are cleared before its tensors.
     pop(address, None)
 
 
 _delete = _Deleter(_release)
-# Never freed, for the same reason: the deleter of the last tensor must not be freed code.
+# Never freed: at interpreter exit the last tensors still call it.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_delete))
 
 
@@ -86,9 +86,9 @@ def tensor_from_address(
 ) -> torch.Tensor:
     """Return a uint8 tensor [count] over `address`; it and its views keep `owner` alive.
 
-    It goes through DLPack, which states the device of a tensor. `__cuda_array_interface__` does
-    not: torch asks the driver and gets the GPU that holds the memory. It would then copy a peer's
-    share, or run its kernels on a GPU where this process has not mapped it.
+    The tensor is created through DLPack, which specifies its device. `__cuda_array_interface__`
+    does not: torch then queries the driver and gets the GPU that holds the memory. For a peer's
+    share it would copy the memory, or run kernels on a GPU where this process has not mapped it.
     """
     shape = (ctypes.c_int64 * 1)(count)
     managed = _DLManagedTensor()
@@ -117,18 +117,18 @@ class DeviceShares:
         mailbox: Host and device address of one page of pinned host memory.
     """
 
-    def __init__(self, device: torch.device, rank: int, ranks: int, size: int) -> None:
+    def __init__(self, device: torch.device, rank: int, num_ranks: int, size: int) -> None:
         self._torch_device = device
         self._ordinal = device.index or 0
         self._rank = rank
-        self._ranks = ranks
+        self._num_ranks = num_ranks
         self._size = size
         self._owner = os.getpid()
         self._undo = contextlib.ExitStack()
         self._device: Any = None
         self._context: Any = None
         self._stream: Any = None
-        self._own: Any = None  # own allocation, kept to export it again for a rank that joins
+        self._own: Any = None  # this rank's allocation, exported again for a rank that joins
         self.ranks: set[int] = set()
         self._kind: Any = None
         self._granule = 0
@@ -140,11 +140,11 @@ class DeviceShares:
 
     @property
     def stream(self) -> int:
-        """CUstream of this object alone; torch shares its streams between callers."""
+        """CUstream that only this object uses, unlike torch's shared streams."""
         return int(self._stream)
 
     def open(self) -> dict[str, Any]:
-        """Retain the GPU's primary context and return what peers need to know about this GPU."""
+        """Retain the GPU's primary context and return the properties of this GPU for `check`."""
         api = load_driver()
         call_driver("cuInit", 0)
         device = call_driver("cuDeviceGet", self._ordinal)
@@ -153,7 +153,7 @@ class DeviceShares:
             self._device = device
         name = call_driver("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
         attributes = api.CUdevice_attribute
-        needed = {
+        required = {
             "virtual memory management": (
                 attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
             ),
@@ -161,10 +161,10 @@ class DeviceShares:
                 attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
             ),
         }
-        for what, attribute in needed.items():
+        for feature, attribute in required.items():
             if not call_driver("cuDeviceGetAttribute", attribute, device):
                 raise HandleUnsupported(
-                    f"cuda:{self._ordinal} ({name}) has no {what}: weft needs them to share "
+                    f"cuda:{self._ordinal} ({name}) has no {feature}: weft needs them to share "
                     "memory; use a newer driver, or a GPU outside of vGPU and WSL"
                 )
         kinds = api.CUmemAllocationHandleType
@@ -183,25 +183,29 @@ class DeviceShares:
         }
 
     def check(self, peers: Sequence[dict[str, Any] | None]) -> None:
-        """Compare what `open` returned on every rank.
+        """Check that this GPU can map the memory of every peer.
+
+        Args:
+            peers: Results of `open` by rank, None for a dead rank.
 
         Raises:
-            PeerAccessDenied: a GPU cannot reach the memory of another.
-            HandleUnsupported: GPUs are of several kinds.
+            PeerAccessDenied: this GPU cannot access the memory of a peer.
+            HandleUnsupported: the GPUs have different allocation granularities.
         """
         visible = {}
         for ordinal in range(call_driver("cuDeviceGetCount")):
             device = call_driver("cuDeviceGet", ordinal)
             visible[bytes(call_driver("cuDeviceGetUuid", device).bytes).hex()] = device
         own = peers[self._rank]
-        assert own is not None  # this rank lives
+        assert own is not None  # this rank is living
         for rank, peer in enumerate(peers):
             if peer is None:
                 continue
             if peer["granule"] != own["granule"]:
                 raise HandleUnsupported(
-                    f"rank {self._rank} on {own['name']} allocates in {own['granule']} bytes and "
-                    f"rank {rank} on {peer['name']} in {peer['granule']}; use GPUs of one kind"
+                    f"rank {self._rank} on {own['name']} allocates multiples of {own['granule']} "
+                    f"bytes, rank {rank} on {peer['name']} of {peer['granule']}: use GPUs of one "
+                    "kind"
                 )
             # For a GPU that this process does not see, the mapping itself fails.
             device = visible.get(peer["uuid"])
@@ -209,12 +213,12 @@ class DeviceShares:
                 continue
             if not call_driver("cuDeviceCanAccessPeer", self._device, device):
                 raise PeerAccessDenied(
-                    f"rank {self._rank} on {own['name']} {own['uuid']} cannot reach the memory of "
+                    f"rank {self._rank} on {own['name']} {own['uuid']} cannot access the memory of "
                     f"rank {rank} on {peer['name']} {peer['uuid']}: {_REMEDY}"
                 )
 
     def allocate(self, *, fabric: bool) -> None:
-        """Allocate the own share, the address range, the mailbox and a stream."""
+        """Allocate this rank's share, the address range, the mailbox and a stream."""
         api = load_driver()
         kinds = api.CUmemAllocationHandleType
         self._kind = (
@@ -223,11 +227,11 @@ class DeviceShares:
             else kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         )
         self._mapped = -(-self._size // self._granule) * self._granule
-        self.stride = self._mapped + self._granule  # the granule stays unmapped: overruns fault
+        self.stride = self._mapped + self._granule  # the last granule is unmapped: overruns fault
         with self._current():
             self._own = self._create()
             self._undo.callback(call_driver, "cuMemRelease", self._own)
-            reserved = self._ranks * self.stride
+            reserved = self._num_ranks * self.stride
             self.base = int(call_driver("cuMemAddressReserve", reserved, self._granule, 0, 0))
             self._undo.callback(call_driver, "cuMemAddressFree", self.base, reserved)
             self._undo.callback(self._unmap_all)
@@ -241,7 +245,7 @@ class DeviceShares:
             self._fence = allocate_fence()
 
     def share_fd(self) -> int:
-        """Return a new file descriptor of the own share. The caller closes it."""
+        """Return a new file descriptor of this rank's share. The caller closes it."""
         with contextlib.ExitStack() as undo:
             with self._current():
                 fd = int(self._export(self._own, self._kind))
@@ -251,14 +255,14 @@ class DeviceShares:
         return fd
 
     def export_fabric(self) -> str:
-        """Return a fabric handle of the own share in hexadecimal."""
+        """Return a fabric handle of this rank's share in hexadecimal."""
         with self._current():
             return bytes(self._export(self._own, self._kind).data).hex()
 
     def map(self, shared: Mapping[int, int | str]) -> None:
-        """Map shares from their descriptors or fabric handles, and zero the own one.
+        """Map shares from their descriptors or fabric handles, and zero this rank's share.
 
-        The share of a process that has ended is unmapped first, after all work of this GPU.
+        The old share of a replaced rank is unmapped first, after all work of this GPU.
         """
         with self._current():
             if replaced := self.ranks.intersection(shared):
@@ -269,9 +273,9 @@ class DeviceShares:
                         self._unmap(rank)
                 finally:
                     self._fence = allocate_fence()
-            for rank, each in shared.items():
+            for rank, handle in shared.items():
                 try:
-                    self._map(rank, each)
+                    self._map(rank, handle)
                 except DriverError as error:
                     if rank == self._rank:
                         raise
@@ -289,15 +293,15 @@ class DeviceShares:
         return tensor_from_address(address, count, self._torch_device, owner)
 
     def read(self, address: int, count: int) -> bytes:
-        """Return a copy of `count` bytes. Kernels may run meanwhile."""
-        into = (ctypes.c_ubyte * count)()
+        """Return a copy of `count` bytes. Kernels may run during the copy."""
+        copy = (ctypes.c_ubyte * count)()
         with relaxed_capture(self._torch_device), self._current():
-            call_driver("cuMemcpyDtoHAsync", ctypes.addressof(into), address, count, self._stream)
+            call_driver("cuMemcpyDtoHAsync", ctypes.addressof(copy), address, count, self._stream)
             call_driver("cuStreamSynchronize", self._stream)
-        return bytes(into)
+        return bytes(copy)
 
     def write(self, address: int, data: bytes) -> None:
-        """Store at most 2048 bytes with a copy engine. Kernels may occupy every SM meanwhile.
+        """Store at most 2048 bytes with a copy engine, even if kernels occupy every SM.
 
         Call it from one thread at a time.
         """
@@ -308,13 +312,12 @@ class DeviceShares:
             call_driver("cuStreamSynchronize", self._stream)
 
     def free(self) -> None:
-        """Wait for this GPU's work, whose kernels have deadlines, and release everything.
+        """Wait for this GPU's work, and release all resources. Idempotent.
 
-        Any thread may call it at any time, also during captures: freeing the fence is the wait.
-        A graph with kernels of this memory must not be replayed afterwards, even if its capture has
-        not ended.
-
-        Idempotent. A forked child does nothing: the driver's state belongs to its parent.
+        The wait is bounded, since the kernels of this memory have deadlines. Any thread may call it
+        at any time, also during captures: freeing the fence waits for the GPU. A graph whose
+        kernels use this memory must not be replayed afterwards, even if its capture has not ended.
+        A forked child does nothing: the driver's state belongs to its parent.
 
         Raises:
             DriverError: a step failed. All steps have been tried.
@@ -326,7 +329,7 @@ class DeviceShares:
         with relaxed_capture(self._torch_device), contextlib.ExitStack() as last:
             last.callback(call_driver, "cuDevicePrimaryCtxRelease", device)
             with self._current(), undo:
-                if self._fence:  # without it, no kernel has used this memory
+                if self._fence:  # if it is 0, no kernel has used this memory
                     undo.callback(call_driver, "cuMemFree", self._fence)
 
     def _create(self) -> Any:
@@ -335,36 +338,35 @@ class DeviceShares:
         except DriverError as error:
             free, total = call_driver("cuMemGetInfo")
             raise DriverError(
-                f"{error}; a share takes {self._mapped} bytes in one piece, and cuda:"
-                f"{self._ordinal} has {free} free of {total}: `torch.cuda.empty_cache()` gives "
-                "back what torch only keeps, and the `memory_bytes` of what you build returns its "
-                "bytes before anything is allocated"
+                f"{error}; cannot allocate {self._mapped} contiguous bytes on cuda:{self._ordinal} "
+                f"({free} free of {total}). Call torch.cuda.empty_cache(), or reduce the sizes: "
+                "`memory_bytes` of each operator returns its size without allocating it"
             ) from error
 
     def _map(self, rank: int, shared: int | str) -> None:
         api = load_driver()
-        where = self.base + rank * self.stride
+        address = self.base + rank * self.stride
         handle = self._own if rank == self._rank else self._import(shared)
         try:
-            call_driver("cuMemMap", where, self._mapped, 0, handle, 0)
+            call_driver("cuMemMap", address, self._mapped, 0, handle, 0)
             self.ranks.add(rank)
         finally:
             if rank != self._rank:
-                call_driver("cuMemRelease", handle)  # the mapping holds the memory
+                call_driver("cuMemRelease", handle)  # the mapping keeps the memory alive
         access = api.CUmemAccessDesc()
         access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self._ordinal
         access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        call_driver("cuMemSetAccess", where, self._mapped, [access], 1)
+        call_driver("cuMemSetAccess", address, self._mapped, [access], 1)
 
     def _unmap(self, rank: int) -> None:
         self.ranks.remove(rank)
         call_driver("cuMemUnmap", self.base + rank * self.stride, self._mapped)
 
     def _unmap_all(self) -> None:
-        with contextlib.ExitStack() as each:
+        with contextlib.ExitStack() as stack:  # runs all callbacks even if one raises
             for rank in self.ranks.copy():
-                each.callback(self._unmap, rank)
+                stack.callback(self._unmap, rank)
 
     def _import(self, shared: int | str) -> Any:
         if isinstance(shared, int):
@@ -379,11 +381,11 @@ class DeviceShares:
         except DriverError as error:
             raise HandleUnsupported(
                 f"cuda:{self._ordinal} cannot export memory as {kind.name}: {error}; weft needs a "
-                "driver and a container that let processes share GPU memory"
+                "driver and a container that allow processes to share GPU memory"
             ) from error
 
     def _supports_fabric(self) -> bool:
-        """Whether a fabric handle can be made and imported. The attribute alone does not tell."""
+        """Whether a fabric handle can be exported and imported again."""
         api = load_driver()
         attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
         kind = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
@@ -397,7 +399,7 @@ class DeviceShares:
                 again = call_driver("cuMemImportFromShareableHandle", exported.getPtr(), kind)
                 undo.callback(call_driver, "cuMemRelease", again)
             except SetupError:
-                return False  # there is no IMEX channel; descriptors work
+                return False  # no IMEX channel; file descriptors still work
         return True
 
     def _properties(self, kind: Any) -> Any:
@@ -411,7 +413,7 @@ class DeviceShares:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """Make this GPU's context current and relax the thread's capture mode in the context."""
+        """Make this GPU's CUDA context current, with a relaxed capture mode."""
         with relaxed_capture(self._torch_device):
             call_driver("cuCtxPushCurrent", self._context)
             try:
@@ -423,16 +425,16 @@ class DeviceShares:
 def find_reachable_ranks(
     device: torch.device, exchange: Callable[[Any], list[Any]], owners: Sequence[int]
 ) -> list[list[int]]:
-    """Return, for every rank, the ranks of `owners` whose GPU memory it can map. Collective.
+    """Determine, for every rank, the ranks of `owners` whose GPU memory it can map. Collective.
 
     Args:
         device: GPU of this rank.
-        exchange: Returns a value of every rank, in rank order.
+        exchange: Returns the value of every rank, in rank order.
         owners: One rank of each machine.
     """
-    shares = DeviceShares(device, 0, 2, 1)  # the own share, and room for one other
+    shares = DeviceShares(device, 0, 2, 1)  # this rank's share, and address space for one other
 
-    def mapped(rank: int, handle: str | None) -> bool:
+    def can_map(rank: int, handle: str | None) -> bool:
         if handle is not None:
             try:
                 shares.map({1: handle})
@@ -443,22 +445,22 @@ def find_reachable_ranks(
 
     try:
         handle = None
-        try:  # an error that matters appears again when a heap is created
+        try:  # a persistent error is raised when a heap is created
             if shares.open()["fabric"]:
                 shares.allocate(fabric=True)
                 handle = shares.export_fabric()
         except SetupError as error:
             _log.info("no fabric handle for the ranks of other machines: %s", error)
         handles = exchange(handle)
-        reachable = [r for r in owners if handle is not None and mapped(r, handles[r])]
+        reachable = [r for r in owners if handle is not None and can_map(r, handles[r])]
         return exchange(reachable)  # no rank frees its memory before all have tried
     finally:
-        with contextlib.suppress(SetupError):  # as above; the others have their answer
+        with contextlib.suppress(SetupError):  # as above; the others have this rank's result
             shares.free()
 
 
 def supports_fabric(device: torch.device) -> bool:
-    """Whether other hosts can map a GPU's memory. Raises DriverError or HandleUnsupported."""
+    """Whether a GPU supports fabric handles. Raises DriverError or HandleUnsupported."""
     shares = DeviceShares(device, 0, 1, 1)
     try:
         return bool(shares.open()["fabric"])

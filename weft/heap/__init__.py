@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric memory: bytes of every rank of a group that every rank can address."""
+"""Symmetric memory: one share per rank of a group that every rank can address."""
 
 from weft.heap.heap import Heap, Mailbox
 

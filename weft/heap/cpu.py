@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares of CPU ranks: one sealed memfd per rank, mapped into one reservation in every process."""
+"""Shares of CPU ranks: one sealed memfd per rank, mapped into one address range per process."""
 
 from __future__ import annotations
 
@@ -31,49 +31,49 @@ class HostShares:
         stride: Bytes between two shares.
         base: Address of rank 0's share. Rank r's is at `base + r * stride`.
         mailbox: Host and device address of one private page; equal on the CPU.
-        stream: 0, as there are no streams.
+        stream: 0, since the CPU has no streams.
     """
 
     stream = 0
 
-    def __init__(self, rank: int, ranks: int, size: int) -> None:
+    def __init__(self, rank: int, num_ranks: int, size: int) -> None:
         page = mmap.PAGESIZE
         self.ranks: set[int] = set()
-        self._ranks = ranks
+        self._num_ranks = num_ranks
         self._mapped = -(-size // page) * page
         self._fd = -1
         self._owner = os.getpid()
-        self.stride = self._mapped + page  # the page stays unmapped: overruns fault at once
+        self.stride = self._mapped + page  # the last page stays unmapped, so that overruns fault
         self._mailbox_bytes = -(-MAILBOX_BYTES // page) * page
-        self._reserved = ranks * self.stride + self._mailbox_bytes
+        self._reserved = num_ranks * self.stride + self._mailbox_bytes
         self.base = 0
         self.mailbox = (0, 0)
 
     def allocate(self) -> None:
-        """Allocate the own share, zeroed by the kernel, and the reservation. Raises OSError."""
+        """Allocate this rank's share, zeroed, and reserve the address range. Raises OSError."""
         self._fd = create_sealed_memfd("weft-share", self._mapped)
         self.base = map_memory(
             0, self._reserved, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1
         )
-        mailbox = self.base + self._ranks * self.stride
+        mailbox = self.base + self._num_ranks * self.stride
         writable = mmap.PROT_READ | mmap.PROT_WRITE
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
         map_memory(mailbox, self._mailbox_bytes, writable, private | MAP_FIXED, -1)
         self.mailbox = (mailbox, mailbox)
 
     def map(self, fds: Mapping[int, int]) -> None:
-        """Map shares from their descriptors. Raises HandleUnsupported if one is no share."""
+        """Map shares from their descriptors. Raises HandleUnsupported for an invalid descriptor."""
         for rank, fd in fds.items():
             check_sealed(rank, fd, self._mapped)
-            where = self.base + rank * self.stride
+            address = self.base + rank * self.stride
             writable = mmap.PROT_READ | mmap.PROT_WRITE
-            map_memory(where, self._mapped, writable, mmap.MAP_SHARED | MAP_FIXED, fd)
-            # A forked child has no share: its stores would count as those of its parent.
-            exclude_from_fork(where, self._mapped)
+            map_memory(address, self._mapped, writable, mmap.MAP_SHARED | MAP_FIXED, fd)
+            # Peers could not distinguish the stores of a forked child from those of its parent.
+            exclude_from_fork(address, self._mapped)
             self.ranks.add(rank)
 
     def share_fd(self) -> int:
-        """Return a new descriptor of the own share. The caller closes it."""
+        """Return a new descriptor of this rank's share. The caller closes it."""
         return os.dup(self._fd)
 
     def view(self, address: int, count: int, owner: object) -> torch.Tensor:
@@ -85,16 +85,16 @@ class HostShares:
         return ctypes.string_at(address, count)
 
     def write(self, address: int, data: bytes) -> None:
-        """Store `data`; eight bytes at a multiple of eight are one store."""
+        """Store `data`. An aligned 8-byte word is written atomically."""
         if len(data) == 8 and address % 8 == 0:
             ctypes.c_uint64.from_address(address).value = int.from_bytes(data, sys.byteorder)
         else:
             ctypes.memmove(address, data, len(data))
 
     def free(self) -> None:
-        """Release everything. Idempotent. Raises OSError.
+        """Release all resources. Idempotent. Raises OSError.
 
-        A forked child unmaps nothing: its address space may have other memory there.
+        A forked child unmaps nothing: its address range may hold other memory.
         """
         fd, self._fd = self._fd, -1
         if fd >= 0:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mirrors of the structs in device/header.cuh that the host reads or writes.
 
-Every generated source asserts their sizes and the offset of every field (runtime/layout.py), but no
-types: a field that changes its type and keeps its place is to be changed here by hand.
+Every generated source asserts their sizes and the offset of every field (runtime/layout.py), but
+not the types: change the type of a field in both files.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ RING_RECORDS = 256
 RING_TIMELINES = 64
 EPOCH_MASK = (1 << 40) - 1
 EXIT_REASON_BYTES = 512
-HOST_BITS = 63  # of a Mailbox.host_word: bit r % 63 of word r // 63 says that rank r has ended
-HOST_REQUESTS_LEAVE = 1 << HOST_BITS  # in the first one
+HOST_BITS = 63  # per Mailbox.host_word: bit r % 63 of word r // 63 is set if rank r has ended
+HOST_REQUESTS_LEAVE = 1 << HOST_BITS  # bit of the first word
 
 
 class ErrorRecord(ctypes.Structure):
-    """Error as counters and ids only.
+    """Error of a kernel, as numbers only.
 
     Attributes:
-        peer: Rank that the error is about; for an abort, the rank that asked for it.
+        peer: Rank that the error is about; for an abort, the rank that requested it.
         reported_by: Rank + 1 of the peer that detected the error, 0 if this rank did.
     """
 
@@ -47,7 +47,7 @@ class ErrorRecord(ctypes.Structure):
 
 
 class Record(ctypes.Structure):
-    """One finished operation: times in nanoseconds of the device's clock."""
+    """Times of one finished operation in nanoseconds of the device's clock."""
 
     _fields_ = (
         ("epoch", c_uint64),
@@ -59,7 +59,7 @@ class Record(ctypes.Structure):
 
 
 class CallRecord(ctypes.Structure):
-    """Identity of a call as runtime/identity.py packs it. The header has a rank's latest one."""
+    """Identity of a rank's latest call, packed by runtime/identity.py."""
 
     _fields_ = (
         ("hash", c_uint64),
@@ -70,7 +70,7 @@ class CallRecord(ctypes.Structure):
 
 
 class Fault(ctypes.Structure):
-    """Planned disturbance. Only kernels compiled with fault points read it."""
+    """Injected fault, for tests. Only kernels compiled with fault points read it."""
 
     _fields_ = (
         ("point", c_uint32),
@@ -83,7 +83,7 @@ class Fault(ctypes.Structure):
 
 
 class Site(ctypes.Structure):
-    """Place of the shares, and this rank."""
+    """Addresses of the shares and the mailbox, and this rank's number."""
 
     _fields_ = (
         ("base", c_uint64),
@@ -95,7 +95,7 @@ class Site(ctypes.Structure):
 
 
 class HeaderStructs(NamedTuple):
-    """Structs with a part for each rank.
+    """Structs whose sizes depend on the number of ranks.
 
     Attributes:
         Mailbox: Page of host memory for errors of kernels and notices of the host.
@@ -109,13 +109,13 @@ class HeaderStructs(NamedTuple):
 
 
 def header_structs(ranks: int) -> HeaderStructs:
-    """Return the structs for `ranks` ranks: one layout serves up to 32, another up to 72."""
+    """Return the structs for `ranks` ranks: one layout for up to 32 ranks, another up to 72."""
     return _header_structs(layout_max_ranks(ranks))
 
 
 @functools.cache
-def _header_structs(most: int) -> HeaderStructs:
-    words, host_words = rank_words(most), -(-most // HOST_BITS)
+def _header_structs(max_ranks: int) -> HeaderStructs:
+    words, host_words = rank_words(max_ranks), -(-max_ranks // HOST_BITS)
 
     class Mailbox(ctypes.Structure):
         _fields_ = (
@@ -140,7 +140,7 @@ def _header_structs(most: int) -> HeaderStructs:
             ("end_ns", c_uint64),
             ("phase", c_uint32),
             ("ctas", c_uint32),
-            ("arrived_ns", c_uint64 * most),
+            ("arrived_ns", c_uint64 * max_ranks),
         )
 
     class Header(ctypes.Structure):
@@ -166,8 +166,8 @@ def _header_structs(most: int) -> HeaderStructs:
             ("sending", c_uint32),
             ("reported", c_uint32 * words),
             ("_pad2", c_uint8 * (112 - 4 * words)),
-            ("notices", c_uint64 * most),
-            ("_pad3", c_uint8 * (-8 * most % 128)),
+            ("notices", c_uint64 * max_ranks),
+            ("_pad3", c_uint8 * (-8 * max_ranks % 128)),
             ("waiting_ns", c_uint64),
             ("looked", c_uint32),
             ("_pad4", c_uint8 * 116),
@@ -184,7 +184,7 @@ def _header_structs(most: int) -> HeaderStructs:
 
 
 def layout_max_ranks(ranks: int) -> int:
-    """Return the number of ranks that the layout for `ranks` has room for (max_ranks)."""
+    """Return the maximum number of ranks of the layout for `ranks` ranks."""
     return NARROW_RANKS if ranks <= NARROW_RANKS else MAX_RANKS
 
 
@@ -194,12 +194,12 @@ def rank_words(ranks: int) -> int:
 
 
 def header_bytes(ranks: int) -> int:
-    """Return the bytes of a header."""
+    """Return the size of a header in bytes."""
     return ctypes.sizeof(header_structs(ranks).Header)
 
 
 def rank_set_words(ranks: int, count: int) -> tuple[int, ...]:
-    """Return a set of ranks, bit r for rank r, as `count` words of 32 bits (RankSet)."""
+    """Split a mask of ranks, bit r for rank r, into `count` words of 32 bits (RankSet)."""
     return tuple(ranks >> 32 * i & 0xFFFFFFFF for i in range(count))
 
 

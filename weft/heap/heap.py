@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric memory: bytes of every rank of a group that every rank can address."""
+"""Symmetric memory: one share per rank of a group that every rank can address."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 
@@ -29,13 +29,13 @@ from weft.shape import MAILBOX_BYTES
 
 _log = logging.getLogger(__name__)
 INT64 = -(1 << 63), (1 << 63) - 1
-MAX_BYTES = 1 << 48  # of a share: what a process can address
-MAX_WRITE = MAILBOX_BYTES // 2  # bytes of a write: GPUs stage them in half of the mailbox
+MAX_BYTES = 1 << 48  # size of a share: the address space of a process
+MAX_WRITE = MAILBOX_BYTES // 2  # bytes per write, which GPUs stage in half of the mailbox
 Shares: TypeAlias = HostShares | DeviceShares
 
 
 class _MemoryOwner:
-    """Keeps the memory of a heap alive; held by the open heap, its mailbox and every view."""
+    """Token that the open heap, its mailbox and every view reference; the last one frees it."""
 
     __slots__ = ("__weakref__",)
 
@@ -54,16 +54,16 @@ class Mailbox:
         self._owner = owner
 
     def view(self) -> memoryview:
-        """Return the page as writable bytes [4096] that keep the memory alive."""
+        """Return the page as a writable memoryview [4096] that keeps the memory alive."""
         return memoryview(make_buffer(self.host, MAILBOX_BYTES, self._owner)).cast("B")
 
 
 class Heap:
     """Symmetric memory: `size` bytes per rank that every rank of `group` can address.
 
-    Rank r's share is at `base + r * stride` in this process and is zero at first; after each share
-    a guard is left unmapped. `generation` is the same on every rank and differs from the group's
-    other heaps.
+    Rank r's share is at `base + r * stride` in this process and is initialised to zero. The bytes
+    after each share are unmapped, so that overruns fault. `generation` is equal on all ranks and
+    differs from that of the group's other heaps.
     """
 
     def __init__(self, group: Group, size: int, generation: int, shares: Shares) -> None:
@@ -76,7 +76,7 @@ class Heap:
         self._owner: _MemoryOwner | None = _MemoryOwner()
         self._failures: list[Exception] = []
         self._mailbox: Mailbox | None = Mailbox(*shares.mailbox, self._owner)
-        # Not at exit: other threads may still use the memory, and the system frees it.
+        # Not at exit: other threads may still use the memory, which the system then frees.
         weakref.finalize(self._owner, _free, shares, self._failures).atexit = False
 
     @classmethod
@@ -85,12 +85,12 @@ class Heap:
 
         Raises:
             InvalidArgument: the size is invalid or exceeds the memory of this host.
-            CreationFailed: a rank cannot do its part. Every rank raises it.
+            CreationFailed: a rank failed. Every rank raises it.
             GeometryMismatch: the sizes differ.
         """
         check_instance("group", group, Group)
         with group.creation() as creation:
-            heap = cls(group, size, *_make(group, size))
+            heap = cls(group, size, *_create_shares(group, size))
             creation.add_heap(heap)
         return heap
 
@@ -101,27 +101,27 @@ class Heap:
 
     @property
     def mailbox(self) -> Mailbox:
-        """Page of host memory that this rank's kernels and the host both write."""
+        """Page of host memory that both this rank's kernels and the host write."""
         if self._mailbox is None:
-            raise self._closed()
+            raise self._closed_error()
         return self._mailbox
 
     @property
     def stream(self) -> int:
         """CUstream of this heap that is never captured; 0 on CPU ranks."""
-        return self._open().stream
+        return self._get_shares().stream
 
     def address(self, rank: int) -> int:
         """Return the address of a rank's share in this process.
 
         Raises:
-            InvalidArgument: there is no such rank.
+            InvalidArgument: the group has no such rank, or it had exited before the creation.
             OutOfOrder: the heap is closed.
         """
-        shares = self._open()
+        shares = self._get_shares()
         rank = check_int("rank", rank, 0, self.group.size - 1)
         if rank not in shares.ranks:
-            raise InvalidArgument(f"rank {rank} was gone when this heap was made and has no share")
+            raise InvalidArgument(f"rank {rank} had exited before this heap was created: no share")
         return self.base + rank * self.stride
 
     def tensor(
@@ -133,16 +133,20 @@ class Heap:
         rank: int | None = None,
         stride: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return a view of `dtype` at `offset` bytes into a rank's share (default: this rank's).
+        """Return a view of a rank's share as a tensor, which keeps the memory alive after close().
 
-        `stride` is in elements (default: contiguous). The view keeps the memory alive, also past
-        close().
+        Args:
+            shape: Shape of the view.
+            dtype: Type of its elements.
+            offset: First byte of the view in the share; a multiple of the element size.
+            rank: Rank of the share. Default: this rank.
+            stride: Strides in elements. Default: contiguous.
 
         Raises:
             InvalidArgument: the view is not inside the share.
             OutOfOrder: the heap is closed.
         """
-        shares = self._open()
+        shares = self._get_shares()
         address = self.address(self.group.rank if rank is None else rank)
         check_instance("dtype", dtype, torch.dtype)
         shape, offset = (
@@ -153,20 +157,21 @@ class Heap:
         extent = _extent(tuple(shape), steps) * dtype.itemsize
         if offset % dtype.itemsize != 0:
             raise InvalidArgument(
-                f"offset is {offset} and {dtype} takes {dtype.itemsize} bytes: align the offset"
+                f"offset is {offset}, but elements of {dtype} have {dtype.itemsize} bytes: pass a "
+                "multiple of the element size"
             )
         if offset + extent > self.size:
             raise InvalidArgument(
                 f"a tensor of shape {tuple(shape)} of {dtype} at offset {offset} ends at byte "
-                f"{offset + extent} and the share has {self.size}; make the heap larger"
+                f"{offset + extent}, but the share has {self.size} bytes; create a larger heap"
             )
         share = shares.view(address, self.size, self._owner)
         try:
             return share[offset : offset + extent].view(dtype).as_strided(tuple(shape), steps)
-        except (RuntimeError, TypeError) as error:  # an empty tensor of sizes that overflow
+        except (RuntimeError, TypeError) as error:  # the sizes of an empty tensor overflow
             raise InvalidArgument(
-                f"torch makes no tensor of shape {tuple(shape)} and stride {steps} of {dtype}: "
-                f"{error}"
+                f"torch cannot create a tensor of shape {tuple(shape)}, stride {steps} and {dtype}"
+                f": {error}"
             ) from error
 
     def header(self, rank: int | None = None) -> bytes:
@@ -177,47 +182,50 @@ class Heap:
             OutOfOrder: the heap is closed.
         """
         owner = self._owner  # another thread may close the heap during the read
-        shares = self._open()
+        shares = self._get_shares()
         size = header_bytes(self.group.size)
         if self.size < size:
             raise InvalidArgument(
-                f"the heap has {self.size} bytes a rank and a header takes {size}"
+                f"the heap has {self.size} bytes per rank, but a header needs {size}"
             )
-        where = self.address(self.group.rank if rank is None else rank)
-        content = shares.read(where, size)
+        address = self.address(self.group.rank if rank is None else rank)
+        content = shares.read(address, size)
         del owner
         return content
 
     def write(self, rank: int, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Write up to 2048 bytes into a rank's share while kernels may run, and wait for it.
+        """Write up to 2048 bytes into a rank's share and wait for completion.
 
-        Eight bytes at a multiple of eight arrive whole. Raises InvalidArgument when the bytes do
-        not lie inside the share, OutOfOrder after close().
+        Kernels may run during the write. Aligned 8-byte words are written atomically.
+
+        Raises:
+            InvalidArgument: the bytes are not inside the share.
+            OutOfOrder: the heap is closed.
         """
-        shares, address = self._open(), self.address(rank)
+        shares, address = self._get_shares(), self.address(rank)
         offset = check_int("offset", offset, 0, MAX_BYTES)
         if not isinstance(data, bytes | bytearray | memoryview):
             raise_invalid("data", data, "bytes, a bytearray or a memoryview")
         try:
             content = bytes(data)
-        except (ValueError, TypeError, BufferError) as error:  # a memoryview that was released
+        except (ValueError, TypeError, BufferError) as error:  # a released memoryview
             raise InvalidArgument(f"data cannot be read: {error}; pass bytes") from error
         if len(content) > MAX_WRITE:
             raise InvalidArgument(
-                f"data has {len(content)} bytes, and a write takes at most {MAX_WRITE}: copy more "
-                "into a tensor of the share, Heap.tensor(..., rank=rank)"
+                f"data has {len(content)} bytes, which exceed the limit of {MAX_WRITE} per write: "
+                "copy larger data into a tensor of the share, Heap.tensor(..., rank=rank)"
             )
         if offset + len(content) > self.size:
             raise InvalidArgument(
-                f"{len(content)} bytes at offset {offset} end at byte {offset + len(content)} and "
-                f"the share has {self.size}: write inside the share, or make the heap larger"
+                f"{len(content)} bytes at offset {offset} end at byte {offset + len(content)}, but "
+                f"the share has {self.size} bytes: write inside the share, or create a larger heap"
             )
         shares.write(address + offset, content)
 
     def close(self) -> None:
-        """Free the memory once no view of it is left. Local and idempotent.
+        """Close the heap; its memory is freed when the last view is released. Idempotent.
 
-        Never waits for a peer: what a peer still maps stays valid there.
+        Local: never waits for a peer, whose mappings stay valid.
         """
         self._shares = self._owner = self._mailbox = None
         if self._failures:
@@ -229,19 +237,19 @@ class Heap:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> Shares:
+    def _get_shares(self) -> Shares:
         if self._shares is None:
-            raise self._closed()
+            raise self._closed_error()
         return self._shares
 
-    def _closed(self) -> OutOfOrder:
+    def _closed_error(self) -> OutOfOrder:
         return OutOfOrder(
-            f"the heap of generation {self.generation} is closed; make a new one with Heap.create"
+            f"the heap of generation {self.generation} is closed; create a new one (Heap.create)"
         )
 
 
-def _make(group: Group, size: int) -> tuple[int, Shares]:
-    """Return the generation and the shares of a new heap. Collective."""
+def _create_shares(group: Group, size: int) -> tuple[int, Shares]:
+    """Allocate and map the shares of a new heap; return its generation and them. Collective."""
     began = time.monotonic()
     try:
         size = group.run_collective(
@@ -253,7 +261,7 @@ def _make(group: Group, size: int) -> tuple[int, Shares]:
         on_gpu = group.device.type == "cuda"
         shares = _create_device_shares(group, size) if on_gpu else _create_host_shares(group, size)
         _log.info(
-            "heap %d: %d bytes on each of %d ranks (%s), %d mapped here, made in %.3f s",
+            "heap %d: %d bytes on each of %d ranks (%s), %d bytes mapped, created in %.3f s",
             *(generation, size, group.size, group.device.type, group.size * shares.stride),
             time.monotonic() - began,
         )
@@ -284,11 +292,11 @@ def _create_device_shares(group: Group, size: int) -> DeviceShares:
         def check() -> None:
             shares.check(peers)
             if without and group.machines > group.hosts:
-                _refuse_descriptors(group, without[0], peers[without[0]]["name"])
+                _raise_fabric_lost(group, without[0], peers[without[0]]["name"])
 
-        group.run_collective(check, action="checking that GPUs reach each other")
+        group.run_collective(check, action="checking peer access between GPUs")
         how = "POSIX file descriptors" if without else "fabric handles"
-        _log.debug("rank %d: GPU memory goes between ranks as %s", group.rank, how)
+        _log.debug("rank %d: GPU memory is shared by %s", group.rank, how)
         group.run_collective(
             lambda: shares.allocate(fabric=not without),
             action=f"allocating {size} bytes of GPU memory",
@@ -304,17 +312,17 @@ def _create_device_shares(group: Group, size: int) -> DeviceShares:
     return shares
 
 
-def _refuse_descriptors(group: Group, rank: int, name: str) -> None:
-    """Raise HandleUnsupported for a rank that could make fabric handles and now cannot."""
+def _raise_fabric_lost(group: Group, rank: int, name: str) -> NoReturn:
+    """Raise HandleUnsupported for a rank that can no longer export fabric handles."""
     raise HandleUnsupported(
-        f"rank {rank} on {name} can no longer make fabric handles, which alone reach the "
-        f"{group.machines} machines of this group: free some of its memory, and see in `weft "
-        "doctor` whether its IMEX channel is open"
+        f"rank {rank} on {name} can no longer export fabric handles, which the {group.machines} "
+        "machines of this group need to share memory: free some of its memory, and check with "
+        "`weft doctor` whether its IMEX channel is open"
     )
 
 
 def _map_fabric(group: Group, shares: DeviceShares, action: str) -> None:
-    """Pass a fabric handle of every rank's share to all ranks, which map them. Collective."""
+    """Send a fabric handle of this rank's share to all ranks, and map all shares. Collective."""
 
     def exchange(messages: Messages) -> None:
         handle = messages.run_collective(shares.export_fabric, action="exporting memory")
@@ -326,7 +334,7 @@ def _map_fabric(group: Group, shares: DeviceShares, action: str) -> None:
 
 
 def _free(shares: Shares, failures: list[Exception]) -> None:
-    """Free the shares when the last holder is gone. `close` raises the errors."""
+    """Free the shares after their last user; `close` raises the errors."""
     try:
         shares.free()
     except Exception as error:
@@ -344,7 +352,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 def _extent(shape: tuple[int, ...], steps: tuple[int, ...]) -> int:
     """Return the number of elements from the first to the last of a strided tensor."""
     if len(shape) != len(steps):
-        raise InvalidArgument(f"stride {steps} has {len(steps)} entries and shape {shape} has not")
+        raise InvalidArgument(f"stride {steps} and shape {shape} have different lengths")
     if min(shape, default=0) < 0 or min(steps, default=0) < 0:
         raise InvalidArgument(f"shape {shape} and stride {steps} must not be negative")
     if 0 in shape:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check of the host's memory before CPU ranks allocate.
 
-A memfd takes no memory when it is created. Its pages are allocated at the first write, some when a
-share is initialised, others in the first calls that are large enough. Then it is too late to
-refuse: if there is no page, the kernel kills a process, and not always the one that asked. A size
-is therefore compared with the memory of the host before anything is created, as if every byte were
-used.
+A new memfd uses no memory. Its pages are allocated at the first write, some when a share is
+initialised, others in the first calls that are large enough. If the host is out of memory then, the
+kernel kills a process, not necessarily the one that wrote. The size of a heap is therefore compared
+with the available memory of the host before it is created, as if every byte were used.
 
-Everything counts that the kernel could give, so that nothing is refused that would fit: memory that
-is free or can be reclaimed, within every control group of a rank, and swap. Memory that other
-processes or earlier shares of weft were promised and have not touched is unknown and not counted.
-GPU ranks need no check, because the driver allocates at once.
+All memory that the kernel could provide counts as available, so that no heap is rejected that would
+fit: free and reclaimable memory, within every control group of a rank, and swap. Memory that other
+processes or earlier heaps have reserved but not touched is unknown and counts as available. GPU
+ranks need no check, because the driver allocates immediately.
 """
 
 from __future__ import annotations
@@ -25,41 +24,42 @@ _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")  # in memory
 
 
 def check_host_memory(group: Group, bytes_each: int, *, what: str) -> None:
-    """Raise InvalidArgument, equal on every rank, if `bytes_each` per rank cannot fit. Collective.
+    """Raise InvalidArgument on every rank if `bytes_each` per rank exceeds the memory. Collective.
 
     Ranks in one control group share its limit. `what` names the object for errors.
     """
     if group.device.type != "cpu":
         return
-    place, bound = control_group()
+    own_cgroup, bytes_left = find_tightest_cgroup()
     swap, host = _read_meminfo("SwapFree"), _read_meminfo("MemAvailable")
-    reports = group.all_gather([host + swap, place, None if bound is None else bound + swap])
+    own_limit = None if bytes_left is None else bytes_left + swap
+    reports = group.all_gather([host + swap, own_cgroup, own_limit])
     gathered = {rank: reports[rank] for rank in group.living}
-    ranks, total = len(gathered), len(gathered) * bytes_each
-    least = min(available for available, _, _ in gathered.values())
-    if total > least:
-        rank = next(r for r, (available, _, _) in gathered.items() if available == least)
+    num_ranks, total = len(gathered), len(gathered) * bytes_each
+    min_available = min(available for available, _, _ in gathered.values())
+    if total > min_available:
+        rank = next(r for r, (available, _, _) in gathered.items() if available == min_available)
         raise InvalidArgument(
-            f"{what} takes {_size(bytes_each)} on each of {ranks} ranks, {_size(total)} together; "
-            f"rank {rank} sees {_size(least)} available on this host (MemAvailable and SwapFree in "
-            f"/proc/meminfo): {_REMEDY}"
+            f"{what} needs {_format_size(bytes_each)} on each of {num_ranks} ranks, "
+            f"{_format_size(total)} in total; rank {rank} sees {_format_size(min_available)} "
+            f"available on this host (MemAvailable and SwapFree in /proc/meminfo): {_REMEDY}"
         )
-    for rank, (_, where, limit) in gathered.items():
-        inside = sum(other == where for _, other, _ in gathered.values())
-        if limit is not None and inside * bytes_each > limit:
+    for rank, (_, cgroup, limit) in gathered.items():
+        count = sum(other == cgroup for _, other, _ in gathered.values())
+        if limit is not None and count * bytes_each > limit:
             raise InvalidArgument(
-                f"{what} takes {_size(bytes_each)} on each of {ranks} ranks, "
-                f"{_size(inside * bytes_each)} together for the {inside} in the control group of "
-                f"rank {rank}, which has {_size(limit)} left ({where}): raise its memory limit, or "
-                f"{_REMEDY}"
+                f"{what} needs {_format_size(bytes_each)} on each of {num_ranks} ranks, "
+                f"{_format_size(count * bytes_each)} in total for the {count} in the control group "
+                f"of rank {rank}, which has {_format_size(limit)} left ({cgroup}): raise its "
+                f"memory limit, or {_REMEDY}"
             )
 
 
-def control_group() -> tuple[str, int | None]:
-    """Return the tightest control group of this process, and the bytes that it may still take.
+def find_tightest_cgroup() -> tuple[str, int | None]:
+    """Return the control group of this process with the least memory left, and the bytes left.
 
-    None if no limit is known, as with control groups of version 1. A container may show its own
-    group at the root only.
+    The bytes are None if no limit is known, as with control groups of version 1. A container may
+    see its own group at the root only.
     """
     remaining: list[tuple[int, str]] = []
     try:
@@ -68,28 +68,28 @@ def control_group() -> tuple[str, int | None]:
         return "", None
     for path in [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]:
         folder = CGROUPS / path
-        for each in (folder, *folder.parents):
-            left = _bytes_left(each)
+        for cgroup in (folder, *folder.parents):
+            left = _bytes_left(cgroup)
             if left is not None:
-                remaining.append((left, str(each)))
-            if each == CGROUPS:
+                remaining.append((left, str(cgroup)))
+            if cgroup == CGROUPS:
                 break
     if not remaining:
         return "", None
-    left, place = min(remaining)
-    return place, left
+    left, tightest = min(remaining)
+    return tightest, left
 
 
 def _bytes_left(folder: Path) -> int | None:
-    """Return the bytes that a control group may still take, or None without a limit."""
+    """Return the bytes left in a control group, or None if it has no limit."""
     try:
-        most = int((folder / "memory.max").read_text())
-        taken = int((folder / "memory.current").read_text())
+        limit = int((folder / "memory.max").read_text())
+        used = int((folder / "memory.current").read_text())
         stat = (folder / "memory.stat").read_text().split()
     except (OSError, ValueError):  # "max", or no such file
         return None
-    held = dict(zip(stat[::2], stat[1::2], strict=False))
-    return max(0, most - taken + sum(int(held.get(name, 0)) for name in _RECLAIMABLE))
+    counts = dict(zip(stat[::2], stat[1::2], strict=False))
+    return max(0, limit - used + sum(int(counts.get(name, 0)) for name in _RECLAIMABLE))
 
 
 def _read_meminfo(name: str) -> int:
@@ -99,11 +99,11 @@ def _read_meminfo(name: str) -> int:
     return 0
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / 1e9:.2f} GB ({count} bytes)"
 
 
 _REMEDY = (
-    "build it smaller (max_tokens, hidden, slots) or with fewer ranks; the `memory_bytes` of what "
-    "you build returns its bytes before anything is allocated"
+    "reduce its sizes (max_tokens, hidden, slots) or the number of ranks; `memory_bytes` of each "
+    "operator returns its size without allocating it"
 )
