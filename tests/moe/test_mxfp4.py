@@ -140,7 +140,7 @@ def test_weights_are_rounded_to_four_bits_and_checked():
 def test_gpus_that_are_not_hopper_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gemm_config, "is_hopper", lambda _: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    words = "MXFP4 weights need compute capability 9.0, cuda:0 has 10.0: use FP8 weights"
+    words = "MXFP4 weights need compute capability 9.0, but cuda:0 has 10.0: use FP8 weights"
     with pytest.raises(InvalidArgument, match=words):
         weft.gemm.fastest_plan(8, 4, 256, 256, torch.uint8, device=torch.device("cuda", 0))
 
