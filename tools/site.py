@@ -161,7 +161,7 @@ def _classes(module: griffe.Module) -> Iterator[griffe.Class]:
 
 
 def _sizes_function(cls: griffe.Class, name: str) -> griffe.Function:
-    """Return `name = size_function(make, ...)` as a function with the parameters of `make`."""
+    """Return `name = build_size_function(make, ...)` with the parameters of `make`."""
     source: Any = cls.module.members[name]
     source = source.final_target if source.is_alias else source
     call: Any = ast.parse(str(source.value), mode="eval").body

@@ -26,7 +26,7 @@ from weft.group.messages import Creation
 from weft.keywords import bind
 from weft.moe import MoE
 from weft.runtime.check import check_group
-from weft.runtime.operator import Operator, call_all
+from weft.runtime.operator import Operator, run_all
 
 # Arguments that may differ between layers of one workspace. Only the number of replicas must match.
 PER_LAYER_ARGUMENTS = ("weights", "shared", "correction", "replicas")
@@ -87,7 +87,7 @@ class Lease(Generic[T]):
             by_key = _leases_by_group.get(self._group)
             if by_key is not None and by_key.get(self._key) is self._shared:
                 del by_key[self._key]
-            call_all(self.operator.close, self._shared.operator.close)
+            run_all(self.operator.close, self._shared.operator.close)
         elif isinstance(self.operator, MoE):
             self.operator.close()
 
@@ -136,7 +136,7 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
         shared = by_key[key] = _create_shared(group, kind, bound)
     if isinstance(shared.operator, Operator):
         with group.creation(workspace=shared.creation) as creation:
-            view = shared.operator.lease_view()
+            view = shared.operator.create_lease_view()
             creation.add(view)
         return Lease(view, key, shared, group, creation)
     if first or not issubclass(kind, MoE):

@@ -16,7 +16,7 @@ from weft.allreduce.reference import allreduce_fused, finalize_moe
 from weft.alltoall.received import Received
 from weft.fp8 import dequantize, quantize
 from weft.placement import Placement
-from weft.runtime.ambient import without_autocast
+from weft.runtime.ambient import disable_autocast
 
 __all__ = [
     "allreduce_fused",
@@ -36,7 +36,7 @@ __all__ = [
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@without_autocast
+@disable_autocast
 def dispatch(
     payloads: Sequence[Sequence[torch.Tensor]],
     topk_ids: Sequence[torch.Tensor],
@@ -97,7 +97,7 @@ def expert_load(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return torch.bincount(topk_ids[valid], minlength=num_experts).int()
 
 
-@without_autocast
+@disable_autocast
 def combine(
     rows: Sequence[torch.Tensor],
     carries: Sequence[torch.Tensor],
@@ -137,7 +137,7 @@ def combine(
     return total.to(result)
 
 
-@without_autocast
+@disable_autocast
 def identity_experts(received: Received, dtype: torch.dtype) -> torch.Tensor:
     """Return the result of identity experts: x times the sum of its local weights.
 
@@ -152,7 +152,7 @@ def identity_experts(received: Received, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(carries, y, torch.full((), float("nan"), dtype=dtype, device=y.device))
 
 
-@without_autocast
+@disable_autocast
 def identity_round_trip(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -193,13 +193,13 @@ def _local_choices(
     return valid_ids, owner[valid_ids] == rank
 
 
-@without_autocast
+@disable_autocast
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return `gate * sigmoid(gate) * up`."""
     return gate * gate.sigmoid() * up
 
 
-@without_autocast
+@disable_autocast
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return GPT-OSS's gating: `g * sigmoid(1.702 g) * (u + 1)` with g clamped to at most 7 and u
     to -7..7.
@@ -208,7 +208,7 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate * (1.702 * gate).sigmoid() * (up + 1.0)
 
 
-@without_autocast
+@disable_autocast
 def moe_layer(
     x: torch.Tensor,
     topk_ids: torch.Tensor,

@@ -126,4 +126,4 @@ def send_half_rows(group: weft.Group, library: str) -> str:
 
 
 def test_a_grid_ends_when_half_of_every_row_is_missing(ranks):
-    assert "did not come from rank 1" in ranks(2, "threads")(send_half_rows, library(2))[0]
+    assert "did not arrive from rank 1" in ranks(2, "threads")(send_half_rows, library(2))[0]

@@ -99,7 +99,7 @@ def wrong(group: weft.Group) -> None:
             (x.float(), {}, "InvalidArgument.*x has dtype torch.float32"),
             (x[:, :128].contiguous(), {}, r"InvalidArgument.*x has shape \[4, 128\]"),
             (x.repeat(3, 1), {}, "TokenOverflow.*12 tokens in one call"),
-            (x, {"residual_out": True}, "InvalidArgument.*residual_out without residual"),
+            (x, {"residual_out": True}, "InvalidArgument.*residual_out needs residual"),
             (x, {"out": "yes"}, "InvalidArgument.*out is 'yes'"),
         ]
         for kwargs, more, words in refused:

@@ -159,7 +159,7 @@ def test_reports_of_repeated_ids_are_true(ranks, kind):
         for text in (plain, low):
             assert f"rank {rank}: topk_ids[0, 2] repeats expert 5 of the same row" in text
         assert "Both were delivered" in plain
-        assert "It was dropped, its first place in the row was sent" in low
+        assert "It was dropped; its first occurrence in the row was sent" in low
 
 
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])

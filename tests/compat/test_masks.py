@@ -61,7 +61,7 @@ def test_flashinfer(group: weft.Group) -> None:
             refused(InvalidArgument, call, "active_rank_mask is 0x", words)
         for seed in range(4):
             one_round(seed)
-        with pytest.raises(BadExpertId, match="an expert of rank 1, which is gone"):
+        with pytest.raises(BadExpertId, match="an expert of rank 1, which has exited"):
             a2a.check()
         survivors.barrier()
 

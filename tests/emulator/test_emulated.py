@@ -108,7 +108,7 @@ def test_every_launch_shape_has_the_bits_of_the_reference(ranks, shapes, differ)
 def test_kernels_end_when_half_of_every_row_is_missing(ranks, shapes, backend, differ):
     case = Sum(TOKENS, 384, differ=differ)
     reported = ranks(2, "threads")(half_a_row, library(2, case), SHAPES[shapes], case, backend)
-    assert "did not come from rank 1" in reported[0]
+    assert "did not arrive from rank 1" in reported[0]
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_invalid_data_of_another_host_is_attributed_to_it(group: weft.Group) -> 
             what = r"topk_ids\[1, 2\]"
             if seed >= len(WRONG_IDS):
                 kind, what = TokenOverflow, "num_tokens on the device"
-            text = rf"^rank 2: {what} is {wrong} \(rank 0 found it out\); "
+            text = rf"^rank 2: {what} is {wrong} \(reported by rank 0\); "
             with expect(kind, None if group.rank else text):
                 a2a.check()
         play(a2a, case)
@@ -228,7 +228,7 @@ def test_several_hosts_refuse_what_one_host_refuses(group: weft.Group) -> None:
         case.open(group, TOKENS, **options)
     x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     a2a = case.open(group, TOKENS)
-    with pytest.raises(TokenOverflow, match="built for max_tokens=8"):
+    with pytest.raises(TokenOverflow, match="exceed max_tokens=8"):
         a2a.dispatch(x.repeat(5, 1), ids.repeat(5, 1))
     with pytest.raises(OutOfOrder):
         a2a.combine()

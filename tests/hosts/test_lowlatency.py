@@ -82,7 +82,7 @@ def test_bad_weights_and_ids_are_refused(group: weft.Group) -> None:
                 got = low.dispatch(x, ids, weights)
             low.combine(y, ids, weights, got.handle)
             if group.rank == 1:
-                text = rf"^rank 3: topk_ids\[1, 0\] is {lie} \(rank 1 found it out\); "
+                text = rf"^rank 3: topk_ids\[1, 0\] is {lie} \(reported by rank 1\); "
                 with pytest.raises(BadExpertId, match=text):
                     low.check()
             low.check()

@@ -128,7 +128,7 @@ def test_without_replicas_experts_are_lost(group: weft.Group, missing: str, way:
                 kept = drop_dead_ids(ids, owners, survivors.ranks)
                 inputs = layer(x, topk_ids=kept, topk_weights=weigh)
                 assert torch.equal(layer(x, logits), inputs)
-            with pytest.raises(BadExpertId, match="an expert of rank 2, which is gone"):
+            with pytest.raises(BadExpertId, match="an expert of rank 2, which has exited"):
                 layer.check()
             layer.check()
         survivors.barrier()

@@ -15,7 +15,7 @@ import weft
 from tests.ranks import on_ranks
 from weft.errors import GeometryMismatch, GroupError, InvalidArgument
 from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
-from weft.runtime.identity import FLAG_MASK, MAX_ROUNDS, exchange_call, reduce_call
+from weft.runtime.identity import FLAG_MASK, MAX_ROUNDS, make_allreduce_record, make_dispatch_record
 
 RANKS, HIDDEN, TOKENS = 3, 64, 4
 CONFIG = MoEConfig(hidden=HIDDEN, intermediate=32, routing=Routing(6, 2))
@@ -217,8 +217,10 @@ def test_hashes_of_calls_differ():
         (chance.randrange(1 << 24), chance.randrange(1 << 16), chance.randrange(1 << 20))
         for _ in range(3000)
     }
-    hashes = [exchange_call(d, layer, rows, 0).hash & FLAG_MASK for d, layer, rows in drawn]
+    hashes = [make_dispatch_record(d, layer, rows, 0).hash & FLAG_MASK for d, layer, rows in drawn]
     assert len(set(hashes)) >= len(drawn) - 4
     parts: dict[str, Any] = {"parts": (True, False, True), "coding": 0, "weight_bias": 0.0}
-    words = {reduce_call(7, 0, 5, "oneshot", eps=i * 1e-7, **parts).hash for i in range(3000)}
+    words = {
+        make_allreduce_record(7, 0, 5, "oneshot", eps=i * 1e-7, **parts).hash for i in range(3000)
+    }
     assert len(words) == 3000

@@ -7,14 +7,14 @@ import pytest
 
 from weft.errors import Aborted, GroupError, PeerDied, PeerTimeout
 from weft.heap.header import EPOCH_MASK, ErrorRecord
-from weft.runtime.report import ABORTED, ALL_REDUCE, PEER_DIED, PEER_TIMEOUT, group_error
+from weft.runtime.report import ABORTED, ALL_REDUCE, PEER_DIED, PEER_TIMEOUT, build_group_error
 
 DISPATCH = 1
 
 
 def raised(record: ErrorRecord, first_epoch: int = 0, machines: int = 1) -> GroupError:
     calls = lambda rank: 100 + rank, lambda rank: "", lambda rank, value: f"{value} of rank {rank}"
-    return group_error(record, *calls, first_epoch=first_epoch, machines=machines)
+    return build_group_error(record, *calls, first_epoch=first_epoch, machines=machines)
 
 
 @pytest.mark.parametrize("phase", [DISPATCH, ALL_REDUCE])
@@ -33,9 +33,11 @@ def test_a_timeout_names_its_option(phase: int, reported_by: int) -> None:
         )
         error = raised(record, first)
         assert isinstance(error, PeerTimeout)
-        assert f" raise {option}= if it was only slow, then call group.recover() or " in str(error)
+        assert f" increase {option}= if it was only slow, then call group.recover() or " in str(
+            error
+        )
         text = str(raised(record, first, machines=2))
-        assert f" raise {option}= if it was only slow, then make a new group." in text
+        assert f" increase {option}= if it was only slow, then create a new group." in text
 
 
 def test_a_peer_is_not_said_to_wait_for_itself() -> None:
@@ -43,12 +45,12 @@ def test_a_peer_is_not_said_to_wait_for_itself() -> None:
         code=PEER_TIMEOUT, rank=0, peer=2, phase=DISPATCH, expected=5, reported_by=3
     )
     text = str(raised(record))
-    assert "rank 2 gave up, waiting for its own part of this call" in text
-    assert "waited in vain" not in text
+    assert "rank 2 timed out in its own part of this call" in text
+    assert "timed out waiting" not in text
     record.peer = 1
-    assert "rank 2 waited in vain for rank 1" in str(raised(record))
+    assert "rank 2 timed out waiting for rank 1" in str(raised(record))
     record.peer = 0
-    assert "rank 2 waited in vain for this rank, 0," in str(raised(record))
+    assert "rank 2 timed out waiting for this rank, 0," in str(raised(record))
 
 
 def test_an_interrupted_rank_blames_no_peer() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.runtime.check import tensors_key
+from weft.runtime.check import build_tensors_key
 
 
 def dense() -> torch.Tensor:
@@ -39,7 +39,7 @@ PLACES = 3
 def build_key(place: int, make: Callable[[], Any]) -> object:
     tensors: list[Any] = [dense() for _ in range(PLACES)]
     tensors[place] = make()
-    key, addresses = tensors_key(tensors)
+    key, addresses = build_tensors_key(tensors)
     assert key is not None
     assert addresses == [t.data_ptr() if isinstance(t, torch.Tensor) else 0 for t in tensors]
     return key
@@ -49,9 +49,9 @@ def test_equal_tensors_elsewhere_have_an_equal_key():
     first, second = dense(), dense()
     assert first.data_ptr() != second.data_ptr()
     assert first.data_ptr() % 16 == second.data_ptr() % 16
-    assert tensors_key([first])[0] == tensors_key([second])[0]
+    assert build_tensors_key([first])[0] == build_tensors_key([second])[0]
     one, two = shifted(1), shifted(9)
-    assert tensors_key([one, None])[0] == tensors_key([two, None])[0]
+    assert build_tensors_key([one, None])[0] == build_tensors_key([two, None])[0]
 
 
 def test_each_difference_at_each_position_changes_the_key():
@@ -62,7 +62,7 @@ def test_each_difference_at_each_position_changes_the_key():
 
 @pytest.mark.gpu
 def test_another_device_changes_the_key():
-    assert tensors_key([dense()])[0] != tensors_key([dense().cuda()])[0]
+    assert build_tensors_key([dense()])[0] != build_tensors_key([dense().cuda()])[0]
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_another_device_changes_the_key():
     ids=["one", "zero", "text", "empty", "no memory", "sparse"],
 )
 def test_tensors_without_memory_have_no_key(given: Any):
-    assert tensors_key([dense(), given])[0] is None
+    assert build_tensors_key([dense(), given])[0] is None
 
 
 def test_a_tensor_with_gradient_has_a_key_under_no_grad():
     inputs = torch.zeros(4, 8, dtype=torch.float16, requires_grad=True)
-    assert tensors_key([inputs])[0] is None
+    assert build_tensors_key([inputs])[0] is None
     with torch.no_grad():
-        assert tensors_key([inputs])[0] == tensors_key([dense()])[0]
+        assert build_tensors_key([inputs])[0] == build_tensors_key([dense()])[0]

@@ -53,7 +53,7 @@ def test_a_first_call_that_a_rank_skips_names_it(ranks, caplog):
 
     ranks(2, "threads")(body)
     line = waits(caplog)[0]
-    assert "of at most 600 s in a call of its all-to-all, of which it has finished 0 rounds" in line
+    assert "(timeout 600 s) in a call of its all-to-all, after 0 finished rounds" in line
     assert "for other ranks: rank 1 " in line
     assert line.endswith("is in no call of this group that waits for others")
     assert len(waits(caplog)) < 6, "each is twice as far from the one before"
@@ -94,4 +94,4 @@ def test_calls_that_do_not_wait_log_nothing_and_the_thread_ends(ranks, caplog):
 
     ranks(2, "threads")(body)
     assert waits(caplog) == waits(caplog, rank=1) == []
-    wait_until(lambda: module.WATCHER._thread is None)
+    wait_until(lambda: module.WAIT_WATCHER._thread is None)

@@ -21,15 +21,15 @@ from weft.errors import InvalidArgument
 from weft.heap.header import Site
 from weft.runtime.check import (
     OverlapRule,
+    build_tensors_key,
     check_alignment,
     check_tensor,
     check_tokens,
     find_overlap,
-    memory_range,
+    get_memory_range,
     raise_not_tensor,
-    tensors_key,
 )
-from weft.runtime.identity import CODINGS, reduce_call
+from weft.runtime.identity import CODINGS, make_allreduce_record
 from weft.shape import DTYPE_NAMES
 
 GROUP_SIZES, GROUP_SCALES = (128,), ("fp32", "ue8m0")
@@ -219,7 +219,7 @@ class FusedCall(NamedTuple):
             factor = None if moe is None else _FACTOR.pack(moe.routed_scaling_factor)
         except (TypeError, AttributeError, OverflowError, struct.error):
             return None, []  # the full check raises the error
-        key, addresses = tensors_key(tensors)
+        key, addresses = build_tensors_key(tensors)
         return None if key is None else (backend, layer, scheme, constants, factor, key), addresses
 
 
@@ -314,7 +314,7 @@ class CheckedCall:
             a.routed_scaling_factor = float(prologue.routed_scaling_factor)
             scales = prologue.scales
             a.scales_are_fp32 = scales is not None and scales.dtype == torch.float32
-        a.call = reduce_call(
+        a.call = make_allreduce_record(
             site.descriptor,
             layer,
             self.tokens,
@@ -570,5 +570,5 @@ def _overlap_rules(
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    start, end = memory_range(tensor)
+    start, end = get_memory_range(tensor)
     return end - start

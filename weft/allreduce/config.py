@@ -15,7 +15,7 @@ from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, check_fields, config_hash, to_cpp, values_by_argument
 from weft.group.wire import JSON
 from weft.heap.header import CallRecord, Site, header_bytes
-from weft.runtime.layout import CppValues, cpp_offset, round_up, share_bytes_function
+from weft.runtime.layout import CppValues, build_share_bytes_function, cpp_offset, round_up
 from weft.shape import DTYPE_NAMES, ITEM_BYTES, MAX_RANKS
 
 MAX_TOKENS = (1 << 20) - 1  # a call word has 20 bits for the tokens
@@ -204,4 +204,4 @@ class ReduceConfig:
         return to_cpp(self, "weft::Reduction")
 
 
-memory_bytes = share_bytes_function(ReduceConfig.from_args, lambda config: config)
+memory_bytes = build_share_bytes_function(ReduceConfig.from_args, lambda config: config)

@@ -30,11 +30,11 @@ from weft.group import Group
 from weft.group.wire import JSON
 from weft.heap.header import ErrorRecord
 from weft.keywords import internal, reject_unknown
-from weft.runtime.ambient import as_creation
+from weft.runtime.ambient import records_creation
 from weft.runtime.check import check_tokens
-from weft.runtime.identity import BACKENDS, describe_reduce
+from weft.runtime.identity import BACKENDS, describe_allreduce
 from weft.runtime.kernels import Kernels
-from weft.runtime.operator import Operator, one_call
+from weft.runtime.operator import Operator, exclusive_call
 from weft.runtime.options import RunOptions
 from weft.runtime.prepared import CallCache
 from weft.runtime.report import ALL_REDUCE, GONE_UNMASKED
@@ -77,9 +77,9 @@ class AllReduce(Operator):
     """
 
     config: ReduceConfig
-    _describe_call = staticmethod(describe_reduce)
+    _describe_call = staticmethod(describe_allreduce)
 
-    @as_creation
+    @records_creation
     def __init__(
         self,
         group: Group,
@@ -184,7 +184,7 @@ class AllReduce(Operator):
         return self.run_fused(call, backend)
 
     @internal
-    @one_call("fused")
+    @exclusive_call("fused")
     def run_fused(self, call: FusedCall, backend: str) -> Reduced:
         """Check the call, or find it in the cache, and launch it."""
         tensors = call.tensors()

@@ -9,7 +9,7 @@ import torch
 
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant, Reduced
 from weft.fp8 import block_amax, power_above, power_of_two, quantize
-from weft.runtime.ambient import without_autocast
+from weft.runtime.ambient import disable_autocast
 
 CANONICAL_NANS = {
     torch.bfloat16: (torch.int16, 0x7FFF),
@@ -20,7 +20,7 @@ CANONICAL_NANS = {
 MIN_ROW_SCALE = 2.0**-9 / 448  # allreduce/rmsnorm.cuh
 
 
-@without_autocast
+@disable_autocast
 def allreduce_fused(
     xs: Sequence[torch.Tensor],
     residual: torch.Tensor | None = None,

@@ -26,7 +26,7 @@ from weft.heap.header import CallRecord, Site, header_bytes, rank_words
 from weft.hosts.config import HostsConfig, HostSpan
 from weft.placement import Placement, build_placement
 from weft.runtime.check import check_tensor, check_tokens, check_topk
-from weft.runtime.layout import LINE, CppValues, cpp_offset, round_up, share_bytes_function
+from weft.runtime.layout import LINE, CppValues, build_share_bytes_function, cpp_offset, round_up
 from weft.runtime.options import ExchangeSpec
 from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
 
@@ -394,7 +394,7 @@ def _combine_mode(combine: str | None, combine_dtype: str | None) -> str:
     return "push_fp8"
 
 
-memory_bytes = share_bytes_function(AllToAllSpec, AllToAllConfig.from_spec)
+memory_bytes = build_share_bytes_function(AllToAllSpec, AllToAllConfig.from_spec)
 
 
 def check_payloads(payloads: Sequence[Payload]) -> tuple[Payload, ...]:

@@ -28,13 +28,13 @@ from weft.hosts.exchange import Exchange, ManyHosts, open_rail
 from weft.keywords import internal, reject_unknown
 from weft.placement import ExpertRankMixin
 from weft.runtime import library
-from weft.runtime.ambient import as_creation
-from weft.runtime.check import as_tensors, check_no_overlap, check_tensor, raise_not_tensor
+from weft.runtime.ambient import records_creation
+from weft.runtime.check import check_no_overlap, check_tensor, raise_not_tensor, to_tensor_tuple
 from weft.runtime.debug import poison
 from weft.runtime.exchange import ExchangeOperator
-from weft.runtime.identity import exchange_call
+from weft.runtime.identity import make_dispatch_record
 from weft.runtime.kernels import Kernels
-from weft.runtime.operator import one_call
+from weft.runtime.operator import exclusive_call
 from weft.runtime.options import RunOptions
 from weft.runtime.timeline import Span, read_timeline
 
@@ -98,7 +98,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
     output_buffer: torch.Tensor
     _full_views: tuple[Received, torch.Tensor]  # with max_tokens slots for each source
 
-    @as_creation
+    @records_creation
     def __init__(
         self,
         group: Group,
@@ -185,7 +185,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         """
         if _unknown:
             reject_unknown(self.dispatch, _unknown)
-        tensors = (x,) if isinstance(x, torch.Tensor) else as_tensors("x", x)
+        tensors = (x,) if isinstance(x, torch.Tensor) else to_tensor_tuple("x", x)
         if torch.compiler.is_dynamo_compiling():
             self.traced_tokens = topk_ids.shape[0]
             self._traced_rows = self.config.check_rows(rows, self.traced_tokens)
@@ -283,7 +283,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         if _unknown:
             reject_unknown(self.dispatch_send, _unknown)
         self._check_split_phase("dispatch_send")
-        tensors, entry = as_tensors("x", x), "dispatch_send"
+        tensors, entry = to_tensor_tuple("x", x), "dispatch_send"
         self._dispatch(entry, tensors, topk_ids, topk_weights, num_tokens, stats, rows)
 
     def dispatch_recv(self) -> Received:
@@ -336,7 +336,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
 
     # Implementation of the calls: check, launch, advance the state of the round.
 
-    @one_call("dispatch")
+    @exclusive_call("dispatch")
     def _dispatch(
         self,
         entry: str,
@@ -358,7 +358,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         else:
             rows = self.config.check_rows(rows, tokens)
         self._tokens, self._rows = tokens, rows
-        call = self._layer_call or exchange_call(self._descriptor, self._layer, rows, 0)
+        call = self._layer_call or make_dispatch_record(self._descriptor, self._layer, rows, 0)
         self._exchange.dispatch(
             entry, call, tensors, topk_ids, topk_weights, num_tokens, stats, rows
         )
@@ -366,7 +366,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         self._round += 1
         self._set_state(State.RECEIVED if entry == "dispatch" else State.SENT)
 
-    @one_call("dispatch_recv")
+    @exclusive_call("dispatch_recv")
     def _receive(self) -> Received:
         """Run `dispatch_receive`."""
         self.expect_state(State.SENT, "dispatch_recv")
@@ -374,7 +374,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         self._set_state(State.RECEIVED)
         return self.receive_views(self._rows)[0]
 
-    @one_call("combine_send")
+    @exclusive_call("combine_send")
     def _combine_send(self, y: torch.Tensor | None) -> None:
         """Run `combine_send`."""
         self.expect_state(State.RECEIVED, "combine_send")
@@ -396,7 +396,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         self._tokens = self._tokens if tokens is None else tokens
         self._set_state(State.RETURNED)
 
-    @one_call("combine")
+    @exclusive_call("combine")
     def _combine(
         self,
         entry: str,
@@ -412,7 +412,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
             out = torch.empty(size, dtype=self.config.dtype, device=device)
         else:
             check_tensor("out", out, shape=size, dtypes=dtypes, device=device, aligned=16)
-            self.check_outside("out", out)
+            self.check_not_symmetric("out", out)
         if add is not None:
             check_tensor("add", add, shape=size, dtypes=dtypes, device=device, aligned=16)
             check_no_overlap("out", out, {"add": add}, exact="add")
@@ -422,7 +422,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         return out
 
     @internal
-    @one_call("combine")
+    @exclusive_call("combine")
     def finish_round(self) -> None:
         """End a round without returning rows, so that peers may write this rank's inbox again."""
         self.expect_state(State.RECEIVED, "finish")
@@ -491,7 +491,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
 
     # Initial contents and views of the share.
 
-    def _own_bytes(self) -> int:
+    def _count_local_bytes(self) -> int:
         return self.config.host_bytes
 
     def _discard_calls(self) -> None:

@@ -17,7 +17,7 @@ from weft.compat.ranks import lease_group
 from weft.compat.refusals import refuse_capture, rename_argument, require
 from weft.errors import OutOfOrder, UsageError
 from weft.group import Group
-from weft.runtime.operator import call_all
+from weft.runtime.operator import run_all
 from weft.shape import DTYPE_NAMES
 
 # Names of `AllReduce.fused`'s arguments in `allreduce_fusion`.
@@ -205,7 +205,7 @@ class AllReduceFusionWorkspace:
     def check(self) -> None:
         """Raise errors recorded by the device (`weft.AllReduce.check`)."""
         self.open()
-        call_all(*(reduce.check for reduce in self._reduces.values()))
+        run_all(*(reduce.check for reduce in self._reduces.values()))
 
     def destroy(self) -> None:
         """Free the memory, and the group if it is not the caller's. Local and idempotent."""
@@ -213,7 +213,7 @@ class AllReduceFusionWorkspace:
         self._reduces.clear()
         self._scales.clear()
         self._indices.clear()
-        call_all(*closes, self._release)
+        run_all(*closes, self._release)
 
     def __enter__(self) -> AllReduceFusionWorkspace:
         return self

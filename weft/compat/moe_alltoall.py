@@ -35,8 +35,8 @@ from weft.fields import max_value
 from weft.group import Group
 from weft.leases import Lease, lease
 from weft.runtime.check import check_alignment, check_gradient, raise_not_tensor
-from weft.runtime.library import untraced
-from weft.runtime.operator import call_all
+from weft.runtime.library import disable_tracing
+from weft.runtime.operator import run_all
 from weft.shape import DTYPE_NAMES, MAX_TOP_K, Shape
 
 
@@ -166,7 +166,7 @@ class MoeAlltoAll:
             release()
             raise
         self._workspace = shared.operator
-        self._number = shared.operator.next_layer()
+        self._number = shared.operator.allocate_layer_number()
         self._open_rounds: set[AllToAll] = set()  # all-to-alls between dispatch and combine
         # Engines drop their objects without closing them.
         self._finalizer = weakref.finalize(self, _finalize, shared, release, self._open_rounds)
@@ -182,7 +182,7 @@ class MoeAlltoAll:
         """
         return None if self._round is None else self._round.stats
 
-    @untraced
+    @disable_tracing
     def dispatch(
         self,
         token_selected_experts: torch.Tensor,
@@ -271,7 +271,7 @@ class MoeAlltoAll:
             _fill_unrouted(views[ids_index], received.ids, invalid_token_expert_id)
         return views
 
-    @untraced
+    @disable_tracing
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
@@ -298,7 +298,7 @@ class MoeAlltoAll:
             running.offered = torch.empty(shape, dtype=dtype, device=self.group.device)
         return running.offered
 
-    @untraced
+    @disable_tracing
     def combine(
         self,
         payload: torch.Tensor,
@@ -490,7 +490,7 @@ class MoeAlltoAll:
 def _finalize(
     shared: Lease[MoeWorkspace], release: Callable[[], None], open_rounds: set[AllToAll]
 ) -> None:
-    call_all(lambda: shared.operator.drop(open_rounds), shared.close, release)
+    run_all(lambda: shared.operator.drop(open_rounds), shared.close, release)
 
 
 def _fill_unrouted(view: torch.Tensor, ids: torch.Tensor, value: int) -> None:

@@ -14,7 +14,7 @@ from weft.compat.refusals import refuse_capture
 from weft.errors import UsageError
 from weft.group import Group
 from weft.runtime.identity import MAX_LAYERS
-from weft.runtime.operator import call_all
+from weft.runtime.operator import run_all
 from weft.shape import DTYPE_NAMES
 
 RowBytes = tuple[int, ...]  # row size of each payload; it determines a dispatch's memory
@@ -66,7 +66,7 @@ class MoeWorkspace:
         if stats:
             self.no_stats = torch.zeros(stats, dtype=torch.int32, device=group.device)
 
-    def next_layer(self) -> int:
+    def allocate_layer_number(self) -> int:
         """Return the next object number, from 1 on."""
         self._layers += 1
         return (self._layers - 1) % (MAX_LAYERS - 1) + 1
@@ -116,17 +116,17 @@ class MoeWorkspace:
         unbroken = [
             k for k, each in self._operators.items() if each in operators and not each.broken
         ]
-        call_all(*(self._operators.pop(key).close for key in unbroken))
+        run_all(*(self._operators.pop(key).close for key in unbroken))
 
     def check(self) -> None:
         """Raise errors that devices recorded for any of the all-to-alls."""
-        call_all(*(operator.check for operator in self._operators.values()), self._raise_unseen)
+        run_all(*(operator.check for operator in self._operators.values()), self._raise_unseen)
 
     def close(self) -> None:
         """Free the memory. Local."""
         closes = [operator.close for operator in self._operators.values()]
         self._operators.clear()
-        call_all(*closes, self._raise_unseen)
+        run_all(*closes, self._raise_unseen)
 
     def _raise_unseen(self) -> None:
         if self._unseen:

@@ -30,8 +30,8 @@ from weft.compat.row_exchange import (
 )
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 from weft.group import Group
-from weft.runtime.ambient import plain_tensors
-from weft.runtime.operator import call_all
+from weft.runtime.ambient import disable_inference_mode
+from weft.runtime.operator import run_all
 from weft.runtime.stream import synchronize_stream
 
 E = TypeVar("E", bound=RowExchange)
@@ -82,7 +82,7 @@ class NormalMode:
         self.exchanges: dict[tuple[Any, ...], RowExchange] = {}  # by kind and sizes
         self._host: dict[torch.Size, torch.Tensor] = {}
         # Counts ids that name no expert in dispatches with a bound, for which no host waited.
-        with plain_tensors():
+        with disable_inference_mode():
             self._refused = torch.zeros(1, dtype=torch.int32, device=group.device)
         self._bounded = False  # whether there was such a dispatch
 
@@ -170,7 +170,7 @@ class NormalMode:
     def check(self) -> None:
         """Raise errors recorded by the device; synchronizes after dispatches with a bound."""
         checks = [exchange.a2a.check for exchange in self.exchanges.values()]
-        call_all(*checks, self._raise_refused)
+        run_all(*checks, self._raise_refused)
 
     def _raise_refused(self) -> None:
         refused = int(self._refused) if self._bounded else 0
@@ -185,7 +185,7 @@ class NormalMode:
         """Free all memory. Local."""
         closes = [exchange.close for exchange in self.exchanges.values()]
         self.exchanges.clear()
-        call_all(*closes, self._raise_refused)
+        run_all(*closes, self._raise_refused)
 
     def _read(self, announcement: Announcement, words: torch.Tensor) -> torch.Tensor:
         """Copy the announced words to the host: the only wait of a dispatch."""
@@ -194,7 +194,7 @@ class NormalMode:
             numbers = words.clone()
         else:
             if words.shape not in self._host:
-                with plain_tensors():
+                with disable_inference_mode():
                     self._host[words.shape] = torch.empty(
                         words.shape, dtype=words.dtype, device="cpu", pin_memory=True
                     )

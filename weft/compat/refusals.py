@@ -15,7 +15,7 @@ from weft.arguments import check_int, format_value
 from weft.errors import InvalidArgument, TokenOverflow, UsageError
 from weft.fields import max_value
 from weft.group import Group
-from weft.runtime.check import as_tensors, check_alignment, check_tensor
+from weft.runtime.check import check_alignment, check_tensor, to_tensor_tuple
 from weft.runtime.stream import is_capturing
 from weft.shape import MAX_PLANES, Shape
 
@@ -69,7 +69,7 @@ def check_payloads(
     name = "input_payloads"
     if isinstance(payloads, torch.Tensor):  # its rows would count as payloads
         require(name, payloads, (), "pass a list of tensors")
-    tensors = as_tensors(name, payloads)
+    tensors = to_tensor_tuple(name, payloads)
     if not 1 <= len(tensors) <= MAX_PLANES:
         raise InvalidArgument(
             f"{name} has {len(tensors)} payload tensors; one dispatch carries 1..{MAX_PLANES}"

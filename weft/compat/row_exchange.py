@@ -23,9 +23,9 @@ from weft.compat.packed_rows import FetchArgs, PackedRows, ReturnArgs, load_entr
 from weft.group import Group
 from weft.grouping.config import GroupConfig
 from weft.grouping.operator import RowGroups
-from weft.runtime.ambient import plain_tensors
+from weft.runtime.ambient import disable_inference_mode
 from weft.runtime.kernels import Build, Kernels
-from weft.runtime.operator import call_all, one_call
+from weft.runtime.operator import exclusive_call, run_all
 from weft.runtime.stream import synchronize_stream
 from weft.shape import MAX_TOP_K
 
@@ -109,7 +109,7 @@ class RowExchange:
 
     def close(self) -> None:
         """Free the memory. Local."""
-        call_all(*(each.close for each in (*self._resources, self.a2a)))
+        run_all(*(each.close for each in (*self._resources, self.a2a)))
 
 
 class RowDispatch(RowExchange):
@@ -175,7 +175,7 @@ class RowFetch(RowExchange):
         sizes = {"max_tokens": slots, "hidden": pitch // torch.bfloat16.itemsize}
         super().__init__(group, max_tokens, {**sizes, **options})
         self._entries = self._entry("fetch_rows")
-        with plain_tensors():
+        with disable_inference_mode():
             # torch copies strided rows faster in wide elements.
             outbox = self.a2a.output().view(group.size * slots, -1)
             self._rows = outbox.view(torch.int64)[:, : row_bytes // 8]
@@ -205,7 +205,7 @@ class RowFetch(RowExchange):
         self._fetch(packing, into)
         self.a2a.finish_round()
 
-    @one_call("dispatch")
+    @exclusive_call("dispatch")
     def _fetch(self, packing: Packing, into: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         args, (rows, scales) = self._args, into
         args.packed, args.rows = packing.packed(len(rows)), rows.data_ptr()
@@ -257,7 +257,7 @@ class RowCombine(RowExchange):
         """Reset the counter of a broken round."""
         self._arrived.zero_()
 
-    @one_call("combine")
+    @exclusive_call("combine")
     def _send(self, rows: torch.Tensor, to: Packing) -> None:
         args = self._args
         args.rows, args.packed = rows.data_ptr(), to.packed(len(rows))

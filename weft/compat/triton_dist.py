@@ -22,7 +22,7 @@ from weft.keywords import explain_keywords
 from weft.lowlatency.config import GROUPS, MAX_TOKENS
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import Handle
-from weft.runtime.library import untraced
+from weft.runtime.library import disable_tracing
 from weft.shape import MAX_TOP_K
 
 __all__ = ["DispatchMetaInfo", "EPLowLatencyAllToAllLayer"]
@@ -133,7 +133,7 @@ class EPLowLatencyAllToAllLayer:
             self._release()
             raise
 
-    @untraced
+    @disable_tracing
     def dispatch(
         self,
         send_tokens: torch.Tensor,
@@ -170,7 +170,7 @@ class EPLowLatencyAllToAllLayer:
         )
         return rows.x, rows.scales, rows.counts, meta
 
-    @untraced
+    @disable_tracing
     def combine(
         self,
         send_tokens: torch.Tensor,

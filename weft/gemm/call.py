@@ -20,7 +20,7 @@ from weft.gemm.config import (
     Push,
 )
 from weft.gemm.mxfp4 import UNIT_BYTES, check_tensor_like, weight_sizes
-from weft.runtime.check import OverlapRule, find_overlap, memory_range, raise_not_tensor
+from weft.runtime.check import OverlapRule, find_overlap, get_memory_range, raise_not_tensor
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_ROWS = 2**31 - 1
@@ -109,7 +109,7 @@ class GemmCall:
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    start, end = memory_range(tensor)
+    start, end = get_memory_range(tensor)
     return end - start
 
 

@@ -33,12 +33,12 @@ from weft.gemm.config import (
 from weft.gemm.config import plan as triton_plan
 from weft.keywords import reject_unknown
 from weft.reference import quantize
-from weft.runtime.ambient import without_autocast
+from weft.runtime.ambient import disable_autocast
 from weft.runtime.check import (
     OverlapRule,
+    build_tensors_key,
     check_tensor,
     raise_not_tensor,
-    tensors_key,
 )
 from weft.runtime.prepared import CallCache
 from weft.shape import FP8_BLOCK
@@ -72,7 +72,7 @@ class _ThreadCalls(threading.local):
 _calls = _ThreadCalls()
 
 
-@without_autocast
+@disable_autocast
 def grouped_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -142,7 +142,7 @@ def grouped_gemm(
     dst_addr, abort_flag = (push.dst_addr, push.abort_flag) if push else (None, None)
     tensors: list[torch.Tensor | None] = [a_scale, b_scale, values, scales, dst_addr, abort_flag]
     tensors += (bias, counts, offsets, a, b)  # the order of GemmCall.tensors
-    tensor_key, addresses = tensors_key(tensors)
+    tensor_key, addresses = build_tensors_key(tensors)
     epilogue_key = epilogue if push is None else (push.dtype, push.flag_in_data)
     options = is_pair, plan, epilogue_key, num_sms, programmatic_launch, prefetch_weights
     key = None if tensor_key is None else (tensor_key, options)
@@ -249,7 +249,7 @@ def _default_plan(call: GemmCall) -> GemmPlan | WgmmaPlan:
     return triton_plan(*sizes, gated=call.gated)
 
 
-@without_autocast
+@disable_autocast
 def quantize_rows(
     x: torch.Tensor, *, programmatic_launch: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:

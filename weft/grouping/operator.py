@@ -23,10 +23,10 @@ from weft.cuda.driver import relaxed_capture
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.config import GroupArgs, GroupConfig, Layout, build_group_config
 from weft.grouping.kernels import load_kernels
-from weft.runtime.ambient import plain_tensors
+from weft.runtime.ambient import disable_inference_mode
 from weft.runtime.check import check_alignment, check_tensor
 from weft.runtime.kernels import Build, Kernels
-from weft.runtime.operator import one_call
+from weft.runtime.operator import exclusive_call
 from weft.runtime.stream import synchronize_stream
 
 # Reason and fix if a call does not support the combine mode of the all-to-all.
@@ -150,7 +150,7 @@ class RowGroups:
         build = Build(use_pdl=use_pdl, defines=a2a.build.defines)
         self._kernels: Kernels | None = load_kernels(device, shape, config, build, sends=sends)
         on_gpu = device.type == "cuda"
-        with relaxed_capture(device), plain_tensors():
+        with relaxed_capture(device), disable_inference_mode():
             buffers = Buffers.allocate(a2a.config, config, device, on_gpu=on_gpu, has_rows=has_rows)
             synchronize_stream(device)
         self._buffers = buffers
@@ -168,7 +168,7 @@ class RowGroups:
             self._buffers.dst_addr.zero_()
             self._gathered_round = 0
 
-    @one_call("gather")
+    @exclusive_call("gather")
     def _gather_rows(self, received: Received, into: Sequence[torch.Tensor] = ()) -> None:
         """Group the rows of the last dispatch.
 
@@ -317,7 +317,7 @@ class ExpertGroups(RowGroups):
         self._gather_rows(received)
         return self._grouped
 
-    @one_call("scatter")
+    @exclusive_call("scatter")
     def scatter(self, y: torch.Tensor) -> None:
         """Write `output()[s, t] = sum over k of weights[s, t, k] * y[row of (s, t, k)]`.
 
@@ -339,7 +339,7 @@ class ExpertGroups(RowGroups):
         kernels.run("scatter", self._args, 0)
         self._gathered_round = 0
 
-    @one_call("send")
+    @exclusive_call("send")
     def send(self, y: torch.Tensor) -> None:
         """Run scatter and `combine_send` as one kernel that stores sums in their owners' inboxes.
 

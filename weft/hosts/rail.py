@@ -31,8 +31,8 @@ from weft.hosts.cause import FirstCause
 from weft.hosts.checks import ARRIVED, SENT, CallCheck, InputReports
 from weft.hosts.config import HostSpan
 from weft.hosts.watch import Watch
-from weft.runtime.identity import call_words, describe_words
-from weft.runtime.report import DUPLICATE_EXPERT, input_error
+from weft.runtime.identity import describe_host_words, pack_host_words
+from weft.runtime.report import DUPLICATE_EXPERT, build_input_error
 
 # Seconds from an overdue exchange to its error: several polls of every rank's watch, in which ranks
 # of other hosts report for whom they wait.
@@ -145,7 +145,7 @@ class Rail:
         """
         span, views, own = self._span, self._buffers.views(rows), self._own
         tokens = topk_ids.shape[0]
-        for word, value in zip(views.calls[own], call_words(self._number, call), strict=True):
+        for word, value in zip(views.calls[own], pack_host_words(self._number, call), strict=True):
             word.fill_(value)
         if span.quantize is not None:
             tensors = [*quantize(tensors[0], span.quantize), *tensors[1:]]
@@ -290,7 +290,7 @@ class Rail:
         self.raise_if_failed()
         report = self._reports.read()
         if report is not None:
-            raise input_error(*report, drops_repeats=self._span.drops_repeats)
+            raise build_input_error(*report, drops_repeats=self._span.drops_repeats)
 
     def raise_if_failed(self) -> None:
         """Raise the failure of the exchange, if any."""
@@ -301,8 +301,9 @@ class Rail:
                 self._fail(
                     GeometryMismatch(
                         f"rank {self._group.rank}, dispatch: {self._describe([host])} called with "
-                        f"{describe_words(call)}; this rank with {describe_words(own_call)}. Make "
-                        "the same sequence of calls, with the same arguments, on every rank."
+                        f"{describe_host_words(call)}; this rank with "
+                        f"{describe_host_words(own_call)}. Make the same sequence of "
+                        "calls, with the same arguments, on every rank."
                     )
                 )
         if self._failed is not None:

@@ -28,7 +28,7 @@ from weft.heap.header import (
 from weft.hosts.config import HostsConfig, HostSpan, host_placement
 from weft.placement import Placement, build_placement
 from weft.runtime.check import check_tensor, check_tokens, check_topk
-from weft.runtime.layout import LINE, CppValues, Memory, cpp_offset, round_up, size_function
+from weft.runtime.layout import LINE, CppValues, Memory, build_size_function, cpp_offset, round_up
 from weft.runtime.options import ExchangeSpec
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K
 
@@ -473,7 +473,7 @@ def _memory(spec: LowLatencySpec) -> Memory:
     return LowLatencyConfig.from_spec(spec).memory
 
 
-memory_bytes = size_function(
+memory_bytes = build_size_function(
     LowLatencySpec,
     _memory,
     """Return the memory that the rank with the most experts will allocate.

@@ -37,14 +37,14 @@ from weft.lowlatency.reference import delivered_rows
 from weft.lowlatency.results import ExpertRows, Handle, ResultSlot
 from weft.lowlatency.trace import dump
 from weft.placement import ExpertRankMixin
-from weft.runtime.ambient import as_creation
+from weft.runtime.ambient import records_creation
 from weft.runtime.check import check_no_overlap, check_tensor, check_topk
 from weft.runtime.debug import poison
 from weft.runtime.exchange import ExchangeOperator
-from weft.runtime.identity import exchange_call
+from weft.runtime.identity import make_dispatch_record
 from weft.runtime.kernels import Kernels
 from weft.runtime.layout import Memory
-from weft.runtime.operator import one_call
+from weft.runtime.operator import exclusive_call
 from weft.runtime.options import RunOptions
 
 Hook = Callable[[], object]
@@ -111,7 +111,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
     config: LowLatencyConfig
     _drops_repeats = True  # an expert receives a row once
 
-    @as_creation
+    @records_creation
     def __init__(
         self,
         group: Group,
@@ -346,7 +346,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
     # Implementation of the calls: check, launch, update which results are alive.
 
     @internal
-    @one_call("dispatch")
+    @exclusive_call("dispatch")
     def run_dispatch(
         self,
         entry: str,
@@ -367,7 +367,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         handle = Handle(self._number + 1, self._free_slot(entry), tokens)
         slot = self.slots[handle.slot]
         results = slot.tensors if results is None else results
-        call = self._layer_call or exchange_call(
+        call = self._layer_call or make_dispatch_record(
             self._descriptor, self._layer, self.config.max_tokens, 0
         )
         self._exchange.dispatch(entry, call, slot, results, x, topk_ids, topk_weights)
@@ -377,7 +377,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         self._raise_if_broken()
         return slot.rows(handle)
 
-    @one_call("dispatch_recv")
+    @exclusive_call("dispatch_recv")
     def _receive(self) -> ExpertRows:
         """Run `dispatch_receive`."""
         handle = self._sent_handle
@@ -389,7 +389,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         return self.slots[handle.slot].rows(handle)
 
     @internal
-    @one_call("combine")
+    @exclusive_call("combine")
     def run_combine(
         self,
         entry: str,
@@ -421,7 +421,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         for name, tensor in (("out", out), ("add", add)):
             if tensor is not None:
                 check_tensor(name, tensor, shape=size, dtypes=dtypes, device=device, aligned=16)
-        self.check_outside("out", out)
+        self.check_not_symmetric("out", out)
         inputs = {"add": add, "y": y, "topk_ids": topk_ids, "topk_weights": topk_weights}
         check_no_overlap("out", out, inputs, exact="add")
         counts = slot.tensors["counts"] if counts is None else counts
@@ -435,7 +435,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         self._raise_if_broken()
         return out
 
-    @one_call("combine_recv")
+    @exclusive_call("combine_recv")
     def _combine_receive(self) -> torch.Tensor:
         """Run `combine_receive`."""
         handle = self._returned_handle
@@ -557,7 +557,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
 
     # Initial contents of the share, and this rank's own memory.
 
-    def _own_bytes(self) -> int:
+    def _count_local_bytes(self) -> int:
         return self.config.host_bytes + self.config.memory.ordinary
 
     def _discard_calls(self) -> None:

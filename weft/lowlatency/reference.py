@@ -14,7 +14,7 @@ import torch
 from weft.fp8 import block_amax, dequantize, power_above, power_of_two, quantize
 from weft.placement import Placement
 from weft.reference import combine as add_hosts
-from weft.runtime.ambient import without_autocast
+from weft.runtime.ambient import disable_autocast
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _quantize_by_recipe(
     return q.to(torch.float8_e4m3fn).flatten(-2), torch.where(broken, torch.nan, scales)
 
 
-@without_autocast
+@disable_autocast
 def dispatch(
     x: Sequence[torch.Tensor],
     topk_ids: Sequence[torch.Tensor],
@@ -144,7 +144,7 @@ def dispatch(
     return ExpectedRows(out, scales if quantize else None, counts, source, ranges)
 
 
-@without_autocast
+@disable_autocast
 def combine(
     rows: torch.Tensor,
     topk_ids: torch.Tensor,

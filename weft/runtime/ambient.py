@@ -19,11 +19,11 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def is_autocast_enabled() -> bool:
-    """Whether torch.autocast would change the dtype of products on CPUs or GPUs."""
+    """Whether torch.autocast is enabled for CPUs or GPUs."""
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
-def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+def disable_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function so that it runs with torch.autocast disabled.
 
     Outside of autocast the overhead is two reads of thread-local state.
@@ -40,11 +40,11 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @contextlib.contextmanager
-def plain_tensors() -> Iterator[None]:
-    """Make torch create tensors inside the context that any later call may write.
+def disable_inference_mode() -> Iterator[None]:
+    """Leave inference mode inside the context.
 
-    Tensors of inference mode may not be written outside of it. Objects that are made or first
-    called there are also used elsewhere.
+    Tensors that are created in inference mode must not be written outside of it, but objects that
+    are created or first called there may later be used elsewhere.
     """
     if not torch.is_inference_mode_enabled():
         yield
@@ -53,27 +53,27 @@ def plain_tensors() -> Iterator[None]:
         yield
 
 
-def in_relaxed_mode(init: Init) -> Init:
-    """Decorate a constructor on a group to run it within `relaxed_capture` and `plain_tensors`.
+def allow_during_capture(init: Init) -> Init:
+    """Decorate a constructor so that it can run during captures and in inference mode.
 
-    It may then allocate during a capture and be called in inference mode.
+    Its first argument is the group.
     """
 
     @functools.wraps(init)
     def wrapped(self: Any, group: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(group, Group):  # for the constructor to refuse
+        if not isinstance(group, Group):  # the constructor raises InvalidArgument
             init(self, group, *args, **kwargs)
             return
-        with relaxed_capture(group.device), plain_tensors():
+        with relaxed_capture(group.device), disable_inference_mode():
             init(self, group, *args, **kwargs)
 
     return cast("Init", wrapped)
 
 
-def as_creation(init: Init) -> Init:
-    """Decorate a constructor as `in_relaxed_mode` does, and record it for ranks that join later."""
+def records_creation(init: Init) -> Init:
+    """Decorate a constructor as `allow_during_capture`, and record it for ranks that join later."""
 
-    @in_relaxed_mode
+    @allow_during_capture
     @functools.wraps(init)
     def wrapped(self: Any, group: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(group, Group):

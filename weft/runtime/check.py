@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of tensors that callers pass; an error has the actual and the expected value.
+"""Checks of tensor arguments; weft/arguments.py has the checks of other arguments.
 
-weft/arguments.py has the checks of other arguments. These checks run in every call, so the valid
-case reads as few attributes of a tensor as possible; the details of an error are computed on
-failure.
+These checks run in every call, so they read as few attributes of a valid tensor as possible, and
+compute the details of an error only on failure.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from weft.runtime.layout import vector_bytes
 
 _data_ptr = torch.Tensor.data_ptr  # unbound: raises TypeError for an object that is not a tensor
 
-# (index of a result, bytes, the tensors that it must not overlap), each of these as
-# (index, bytes, whether both may be exactly the same memory)
+# (index of a result, its bytes, tensors that it must not overlap); each of these tensors is (index,
+# bytes, whether both may be exactly the same memory).
 OverlapRule = tuple[int, int, tuple[tuple[int, int, bool], ...]]
 
 
@@ -59,7 +58,7 @@ def check_tensor(
     aligned: int = 0,
     rows_of: str = "",
 ) -> None:
-    """Require a contiguous tensor of `shape`, one of `dtypes`, on `device`.
+    """Check the type, shape, dtype, device and layout of a tensor.
 
     Args:
         name: Name of the tensor in errors.
@@ -67,14 +66,14 @@ def check_tensor(
         shape: Expected sizes. A name, or None for "tokens", accepts any size.
         dtypes: Accepted dtypes.
         device: Expected device.
-        kept: Whether the tensor is stored for later calls; skips the gradient check.
+        kept: Whether the tensor is stored for later calls; if so, it may require a gradient.
         strided: Whether the tensor may be non-contiguous.
         aligned: Row size in bytes for `check_alignment`. 1 requires alignment to the element size,
             0 skips the check.
-        rows_of: Tensor that determines the first dimension, for the error.
+        rows_of: Name of the tensor that determines the first dimension, for errors.
 
     Raises:
-        InvalidArgument: names the tensor with its actual and expected property.
+        InvalidArgument: a property of the tensor is wrong.
     """
     if not isinstance(tensor, torch.Tensor):
         raise_not_tensor(name, tensor)
@@ -102,7 +101,8 @@ def check_tensor(
 
 
 def _shape_matches(shape: Sequence[int], expected: Sequence[int | str | None]) -> bool:
-    """Whether a shape matches. A loop, because a generator would add 3 us to every call."""
+    """Whether a shape matches."""
+    # A loop, because a generator would add 3 us to every call.
     if len(shape) != len(expected):
         return False
     for size, required in zip(shape, expected, strict=True):  # noqa: SIM110
@@ -111,12 +111,12 @@ def _shape_matches(shape: Sequence[int], expected: Sequence[int | str | None]) -
     return True
 
 
-def tensors_key(tensors: Sequence[Any]) -> tuple[tuple[object, ...] | None, list[int]]:
-    """Return a cache key of all tensor properties that a check reads, and the addresses.
+def build_tensors_key(tensors: Sequence[Any]) -> tuple[tuple[object, ...] | None, list[int]]:
+    """Build a cache key of all tensor properties that a check reads, and return the addresses.
 
-    The key has an address modulo 16. None, True and False are their own keys, at address 0. The key
-    is None if another entry is not a dense tensor with memory, or requires a gradient: the full
-    check then raises the error.
+    The key contains addresses modulo 16. An entry may be None, True or False, whose address is 0.
+    The key is None if an entry is neither of these nor a dense tensor with memory, or requires a
+    gradient; the full check then raises the error.
     """
     key: list[object] = [*tensors]
     addresses = [0] * len(key)
@@ -144,8 +144,8 @@ def check_gradient(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def memory_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the start and end address of the memory that a (strided) tensor spans."""
+def get_memory_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the start and end address of the memory that a tensor spans."""
     start = tensor.data_ptr()
     if not tensor.numel():
         return start, start
@@ -165,24 +165,24 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def check_no_overlap(
     name: str, out: torch.Tensor, others: Mapping[str, torch.Tensor | None], *, exact: str = ""
 ) -> None:
-    """Require that an output shares no memory with other tensors of its call.
+    """Check that an output does not overlap other tensors of its call.
 
     Args:
         name: Name of `out` in the error.
         out: Output tensor.
         others: Tensors that are read while `out` is written, by name.
-        exact: Name of the tensor that `out` may alias exactly: same memory, shape and dtype.
+        exact: Name of the tensor that `out` may alias exactly, with the same shape and dtype.
 
     Raises:
-        InvalidArgument: two tensors overlap; names both.
+        InvalidArgument: the output overlaps another tensor.
     """
     if type(out) is FakeTensor:
         return
-    start, end = memory_range(out)
+    start, end = get_memory_range(out)
     for other, tensor in others.items():
-        if tensor is None or not _has_memory(tensor):  # other checks reject the latter
+        if tensor is None or not _has_memory(tensor):  # other checks reject tensors without memory
             continue
-        first, last = memory_range(tensor)
+        first, last = get_memory_range(tensor)
         if start >= last or first >= end:
             continue
         is_same = (first, last) == (start, end) and tensor.dtype == out.dtype
@@ -196,9 +196,9 @@ def check_no_overlap(
 
 
 def find_overlap(addresses: Sequence[int], rules: Iterable[OverlapRule]) -> tuple[int, int] | None:
-    """Return the indices of the first two tensors with a forbidden overlap, or None.
+    """Return the indices of two tensors that overlap against a rule, or None.
 
-    The fast path of `check_no_overlap`: `rules` hold the sizes, and only the addresses vary.
+    This is the fast path of `check_no_overlap` for calls that differ only in addresses.
     """
     for result, size, others in rules:
         start = addresses[result]
@@ -228,8 +228,10 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
         _raise_layout(name, tensor)
 
 
-def as_tensors(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return a tensor, or a list or tuple of tensors, as a tuple. Raises InvalidArgument."""
+def to_tensor_tuple(
+    name: str, value: torch.Tensor | Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Convert a tensor, list or tuple of tensors to a tuple. Raises InvalidArgument."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if not isinstance(value, list | tuple):
@@ -241,7 +243,7 @@ def as_tensors(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple
 
 
 def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
-    """Require an address that is aligned to the widest vector that divides the row size.
+    """Check that the address is aligned to the largest vector size that divides a row.
 
     Raises:
         InvalidArgument: the address is not aligned, usually because the tensor is a view that
@@ -276,7 +278,7 @@ def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
 def check_topk(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, top_k: int, device: torch.device
 ) -> int:
-    """Check topk_ids and topk_weights and return their number of tokens.
+    """Check topk_ids and topk_weights, and return the number of tokens.
 
     Raises:
         InvalidArgument: a shape, dtype or device is wrong.
@@ -302,22 +304,21 @@ def check_tokens(tokens: int, max_tokens: int) -> None:
     """Raise TokenOverflow if a call has more tokens than the workspace holds."""
     if tokens > max_tokens:
         raise TokenOverflow(
-            f"{tokens} tokens in one call; the workspace was built for max_tokens={max_tokens}: "
-            "split the batch, or build it larger (weft.tokens_per_rank computes the size)"
+            f"{tokens} tokens in one call exceed max_tokens={max_tokens}: split the batch, or pass "
+            "a larger max_tokens (weft.tokens_per_rank computes it)"
         )
 
 
 def check_group(group: Group) -> None:
-    """Raise InvalidArgument if `group` is not a Group; a vote is then impossible."""
-    check_instance("group", group, Group, "weft.launch or Group.from_torch() makes one")
+    """Raise InvalidArgument if `group` is not a Group."""
+    check_instance("group", group, Group, "create one with weft.launch or Group.from_torch()")
 
 
 def _raise_layout(name: str, tensor: torch.Tensor) -> NoReturn:
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout)
         raise InvalidArgument(
-            f"{name} is a {kind} tensor; it must be dense, one block of memory: pass "
-            f"{name}.to_dense()"
+            f"{name} is a {kind} tensor; it must be dense: pass {name}.to_dense()"
         )
     raise InvalidArgument(
         f"{name} has strides {tensor.stride()} for shape {list(tensor.shape)}; "
@@ -325,13 +326,12 @@ def _raise_layout(name: str, tensor: torch.Tensor) -> NoReturn:
     )
 
 
-def check_sms(num_sms: int | None, available: int | None) -> None:
-    """Raise InvalidArgument if num_sms exceeds the available SMs (None: a CPU group)."""
+def check_num_sms(num_sms: int | None, available: int | None) -> None:
+    """Raise InvalidArgument if num_sms exceeds the available SMs, or is set on CPU ranks."""
     if num_sms is None:
         return
     if available is None:
         raise InvalidArgument(
-            f"num_sms is {format_value(num_sms)} on a CPU group; it limits GPU kernels: leave it "
-            "out"
+            f"num_sms is {format_value(num_sms)} on a CPU group; it limits GPU kernels: omit it"
         )
     check_int("num_sms", num_sms, 1, available)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WEFT_DEBUG=1: check every call of an operator and poison memory that must not be read.
+"""Debug mode (WEFT_DEBUG=1): check every call of an operator and poison invalid memory.
 
-Each call synchronises its device and raises the recorded errors. Errors about the input are raised
-at the end of their round, so that all ranks can finish it. Dispatched rows are overwritten once the
-experts have read them, and the experts' results before they are written again. An all-reduce
+Each call synchronises its device and raises recorded errors. Errors about the input are raised at
+the end of their round, so that all ranks can finish it. Dispatched rows are poisoned after the
+experts have read them, and the memory of the experts' results before it is written. An all-reduce
 compares the inputs that must be equal on all ranks. A call that is being captured into a CUDA graph
 is not checked, because it does not run.
 """
@@ -25,16 +25,16 @@ VARIABLE = "WEFT_DEBUG"
 ROUND_ENDS = ("combine", "fused")  # the calls that end a round
 
 
-class Checked(Protocol):
+class DebuggableOperator(Protocol):
     """Interface of an operator that debug mode uses."""
 
     group: Group
 
-    def _poison(self, doing: str, *, before: bool) -> None:
-        """Overwrite memory that must not be read before, or after, this call."""
+    def _poison(self, call: str, *, before: bool) -> None:
+        """Poison memory that must not be read before, or after, a call."""
 
-    def _raise_recorded(self, *, refusals: bool) -> None:
-        """Raise the error that broke the group and, with `refusals`, errors about the input."""
+    def _raise_recorded(self, *, input_errors: bool) -> None:
+        """Raise the error that broke the group and, with `input_errors`, errors about the input."""
 
 
 def is_enabled() -> bool:
@@ -46,24 +46,24 @@ def is_enabled() -> bool:
 
 
 class DebugChecks:
-    """The checks around each call of one operator."""
+    """Checks before and after each call of an operator."""
 
-    def __init__(self, operator: Checked) -> None:
+    def __init__(self, operator: DebuggableOperator) -> None:
         self._operator = operator
 
-    def before(self, doing: str) -> None:
-        """Overwrite memory that the call must not read."""
+    def before(self, call: str) -> None:
+        """Poison memory that the call must not read."""
         if not is_capturing(self._operator.group.device):
-            self._operator._poison(doing, before=True)
+            self._operator._poison(call, before=True)
 
-    def after(self, doing: str) -> None:
-        """Wait for the call, overwrite memory that is no longer valid and raise its errors."""
+    def after(self, call: str) -> None:
+        """Wait for the call, poison memory that is no longer valid, and raise recorded errors."""
         device = self._operator.group.device
         if is_capturing(device):
             return
         synchronize_device(device)
-        self._operator._poison(doing, before=False)
-        self._operator._raise_recorded(refusals=doing in ROUND_ENDS)
+        self._operator._poison(call, before=False)
+        self._operator._raise_recorded(input_errors=call in ROUND_ENDS)
 
     def compare(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Raise GeometryMismatch if a tensor differs in any bit between ranks. Collective.
@@ -74,20 +74,20 @@ class DebugChecks:
         group = self._operator.group
         if is_capturing(group.device):
             return
-        own = {name: None if t is None else _digest(t) for name, t in tensors.items()}
-        digests = group.all_gather(own)
+        own_digests = {name: None if t is None else _digest(t) for name, t in tensors.items()}
+        digests = group.all_gather(own_digests)
         for rank in group.living:
-            for name, digest in own.items():
+            for name, digest in own_digests.items():
                 if digests[rank][name] != digest:
                     raise GeometryMismatch(
-                        f"rank {group.rank}, all-reduce: {name} of rank {rank} holds other numbers "
-                        f"({digests[rank][name]}) than this rank's ({digest}): pass the same "
-                        f"{name} on every rank, or build AllReduce with epilogue_at='receiver'"
+                        f"rank {group.rank}, all-reduce: {name} of rank {rank} (digest "
+                        f"{digests[rank][name]}) differs from this rank's ({digest}): pass the "
+                        f"same {name} on every rank, or build AllReduce with epilogue_at='receiver'"
                     )
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Overwrite a tensor of any dtype and strides: NaN in floats, -1 in integers."""
+    """Fill a tensor of any dtype and strides with NaN or -1."""
     if tensor.dtype.is_floating_point:
         tensor.copy_(torch.full((), float("nan"), device=tensor.device))
     else:

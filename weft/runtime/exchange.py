@@ -7,7 +7,7 @@ from typing import Protocol
 
 from weft.heap.header import CallRecord
 from weft.keywords import internal
-from weft.runtime.identity import exchange_call
+from weft.runtime.identity import make_dispatch_record
 from weft.runtime.operator import Config, Operator
 
 
@@ -20,7 +20,7 @@ class ExchangeConfig(Config, Protocol):
 
 
 class ExchangeOperator(Operator):
-    """An operator that exchanges rows in rounds of dispatch and combine."""
+    """Base class of operators that exchange rows in rounds of dispatch and combine."""
 
     config: ExchangeConfig
     _layer_call: CallRecord | None = None  # the dispatch of an MoE layer, see begin_round
@@ -32,10 +32,10 @@ class ExchangeOperator(Operator):
 
     @internal
     def begin_round(self, layer: int, rows: int, index: int) -> None:
-        """Let dispatches be round `index` of a call of an MoE layer, see `exchange_call`."""
-        self._layer_call = exchange_call(self._descriptor, layer, rows, index)
+        """Record the next dispatches as round `index` of a call of an MoE layer."""
+        self._layer_call = make_dispatch_record(self._descriptor, layer, rows, index)
 
     @internal
     def end_rounds(self) -> None:
-        """Let dispatches be calls of the operator itself again."""
+        """Record the next dispatches as calls of the operator itself."""
         self._layer_call = None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of a call: the arguments that must be equal on all ranks, as a record with a hash.
+"""Records of calls: the arguments that must be equal on all ranks, and their hash.
 
-The ranks compare a hash of 24 bits (exchanges) or 40 bits (all-reduce) in the word that every round
-exchanges anyway. Each rank also keeps the unhashed record in its header (`CallRecord` in
-device/header.cuh), from which `describe_*` formats the error of a mismatch.
+Ranks compare a hash of 24 bits (exchanges) or 40 bits (all-reduce), which is a part of the flags.
+Each rank also stores the record in its header (`CallRecord` in device/header.cuh), from which
+`describe_*` formats the error of a mismatch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SLOTS = {
     4: "statistics of the summed row",
     5: "call word",
 }
-PARTS = ("residual", "weight", "the sum wanted")
+PARTS = ("residual", "weight", "out")
 
 MAX_LAYERS = MAX_ROUNDS = 1 << 16
 CALL_WORDS = 4
@@ -41,8 +41,8 @@ def _record(descriptor: int, what: int, constants: int) -> CallRecord:
 
 
 @functools.lru_cache(4096)
-def exchange_call(descriptor: int, layer: int, rows: int, round_index: int) -> CallRecord:
-    """Return the record of one dispatch.
+def make_dispatch_record(descriptor: int, layer: int, rows: int, round_index: int) -> CallRecord:
+    """Build the record of a dispatch.
 
     Args:
         descriptor: Hash of the operator's geometry.
@@ -53,15 +53,15 @@ def exchange_call(descriptor: int, layer: int, rows: int, round_index: int) -> C
     return _record(descriptor, layer << 48 | round_index << 32 | rows, 0)
 
 
-def describe_exchange(record: CallRecord) -> str:
-    """Return the text of a record of `exchange_call`."""
+def describe_dispatch(record: CallRecord) -> str:
+    """Format a record of `make_dispatch_record`."""
     layer, index, rows = record.what >> 48, record.what >> 32 & 0xFFFF, record.what & 0xFFFFFFFF
     caller = f"layer {layer} of this workspace, " if layer else ""
     return f"{caller}rows={rows}" + (f", round {index}" if index else "")
 
 
-def call_words(operator: int, record: CallRecord) -> tuple[int, int, int, int]:
-    """Return the CALL_WORDS int32 of a dispatch that hosts compare.
+def pack_host_words(operator: int, record: CallRecord) -> tuple[int, int, int, int]:
+    """Return the CALL_WORDS int32 values of a dispatch that hosts compare.
 
     They are the number of the operator, the layer, the round index and the rows.
     """
@@ -69,14 +69,14 @@ def call_words(operator: int, record: CallRecord) -> tuple[int, int, int, int]:
     return operator, layer, index, rows
 
 
-def describe_words(words: Sequence[int]) -> str:
-    """Return the text of the words of `call_words`."""
+def describe_host_words(words: Sequence[int]) -> str:
+    """Format the words of `pack_host_words`."""
     operator, layer, index, rows = words
     call = CallRecord(0, layer << 48 | index << 32 | rows, 0, 0)
-    return f"all-to-all {operator} of the group, {describe_exchange(call)}"
+    return f"all-to-all {operator} of the group, {describe_dispatch(call)}"
 
 
-def reduce_call(
+def make_allreduce_record(
     descriptor: int,
     layer: int,
     tokens: int,
@@ -87,14 +87,14 @@ def reduce_call(
     eps: float,
     weight_bias: float,
 ) -> CallRecord:
-    """Return the record of one all-reduce.
+    """Build the record of an all-reduce.
 
     Args:
         descriptor: Hash of the operator's geometry.
         layer: Number of the calling lease, below MAX_LAYERS; 0 for the operator itself.
         tokens: Number of tokens of the call, below 2**20.
         backend: A name of BACKENDS.
-        parts: For each of PARTS, whether the call has it.
+        parts: Whether the call has each of PARTS.
         coding: A value of CODINGS.
         eps: Epsilon of the RMSNorm.
         weight_bias: Bias that is added to the RMSNorm weight.
@@ -106,16 +106,16 @@ def reduce_call(
         constants = int.from_bytes(_CONSTANTS.pack(eps, weight_bias), "little")
     except (struct.error, OverflowError) as error:
         raise InvalidArgument(
-            f"eps is {eps!r} and weight_bias is {weight_bias!r}; both must be numbers that a "
-            "float32 can hold"
+            f"eps is {eps!r} and weight_bias is {weight_bias!r}; both must be representable as "
+            "float32"
         ) from error
     flags = sum(1 << i for i, present in enumerate(parts) if present)
     what = layer << 48 | tokens << 16 | BACKENDS[backend] << 12 | flags << 8 | coding
     return _record(descriptor, what, constants)
 
 
-def describe_reduce(record: CallRecord) -> str:
-    """Return the text of a record of `reduce_call`."""
+def describe_allreduce(record: CallRecord) -> str:
+    """Format a record of `make_allreduce_record`."""
     layer, tokens = record.what >> 48, record.what >> 16 & 0xFFFFF
     backend, flags, coding = record.what >> 12 & 15, record.what >> 8 & 15, record.what & 0xFF
     names = {number: name for name, number in BACKENDS.items()}
@@ -131,6 +131,6 @@ def describe_reduce(record: CallRecord) -> str:
 
 
 def _shortest_decimal(value: float) -> str:
-    """Return the shortest decimal text that rounds to this float32."""
+    """Format a float32 as the shortest decimal that rounds to it."""
     texts = (f"{value:.{digits}g}" for digits in range(1, 10))
     return next((t for t in texts if ctypes.c_float(float(t)).value == value), str(value))

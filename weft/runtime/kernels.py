@@ -25,7 +25,7 @@ from weft.jit import (
     compile_shared,
     current_arch,
 )
-from weft.runtime.check import check_sms
+from weft.runtime.check import check_num_sms
 from weft.runtime.layout import CppValues, common_static_asserts, static_asserts
 from weft.runtime.stream import current_stream
 from weft.shape import NARROW_RANKS
@@ -170,7 +170,7 @@ class CpuKernels:
     """Operations for CPU ranks, which are synchronous C++ functions."""
 
     def __init__(self, program: Program, build: Build) -> None:
-        check_sms(build.num_sms, None)
+        check_num_sms(build.num_sms, None)
         options = (*HOST_OPTIONS, *_macros(build.defines))
         library = compile_shared(program.source, name=program.name, options=options)
         self._functions: dict[str, Any] = {}
@@ -193,7 +193,7 @@ class CudaKernels:
 
     def __init__(self, program: Program, build: Build) -> None:
         available = torch.cuda.get_device_properties().multi_processor_count
-        check_sms(build.num_sms, available)
+        check_num_sms(build.num_sms, available)
         self._device = torch.cuda.current_device()
         self._sms, self._uses_all_sms = (
             build.num_sms or available,

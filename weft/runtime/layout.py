@@ -20,7 +20,7 @@ G = TypeVar("G")
 T = TypeVar("T")
 LINE = 128  # bytes; alignment of the parts of a share
 CppValues = Sequence[tuple[str, int]]  # C++ expressions and their values
-# Structs that every share or every call has.
+# Structs of every share or call.
 COMMON_STRUCTS = (ErrorRecord, Record, Fault, Site)
 # Fields of Header that C++ groups so that one 16-byte load reads them.
 STATE_MEMBERS = {"epoch": "state.epoch", "failed": "state.failed", "rows": "state.rows"}
@@ -32,18 +32,18 @@ def round_up(size: int, unit: int = LINE) -> int:
 
 
 def vector_bytes(row_bytes: int) -> int:
-    """Return the widest vector size (at most 16 bytes) that divides a row; see device/copy.cuh."""
+    """Return the largest vector size (at most 16 bytes) that divides a row; see device/copy.cuh."""
     return next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
 
 
 def common_static_asserts(ranks: int) -> str:
-    """Return C++ assertions of the layout of the structs that every share and call has."""
+    """Generate C++ assertions of the layout of the structs of every share and call."""
     structs = (*COMMON_STRUCTS, *header_structs(ranks))
     return f"static_assert(weft::abi == {ABI});\n" + static_asserts(structs)
 
 
 def static_asserts(structs: Iterable[type[ctypes.Structure]], numbers: CppValues = ()) -> str:
-    """Return C++ assertions of the sizes and offsets of the structs of the same names.
+    """Generate C++ assertions of the sizes and offsets of structs with the same names.
 
     Args:
         structs: Mirrors of C++ structs; fields `_pad...` are not asserted.
@@ -86,8 +86,8 @@ class Memory:
         return self.shared + self.ordinary
 
 
-def size_function(make: Callable[P, G], size: Callable[[G], T], doc: str) -> Callable[P, T]:
-    """Return a function with the parameters of `make` that returns `size` of its result."""
+def build_size_function(make: Callable[P, G], size: Callable[[G], T], doc: str) -> Callable[P, T]:
+    """Build a function with the parameters of `make` that returns `size` of its result."""
 
     def memory_bytes(*args: P.args, **kwargs: P.kwargs) -> T:
         return size(make(*args, **kwargs))
@@ -107,19 +107,19 @@ class ShareConfig(Protocol):
         """Bytes of one rank's share of the heap."""
 
 
-def share_bytes_function(
+def build_share_bytes_function(
     spec: Callable[P, G], configure: Callable[[G], ShareConfig]
 ) -> Callable[P, int]:
-    """Return a function with the parameters of `spec` that returns the bytes of a share."""
+    """Build a function with the parameters of `spec` that returns the bytes of a share."""
 
     def share_bytes(parameters: G) -> int:
         return configure(parameters).share_bytes
 
     doc = """Return the bytes of symmetric memory that each rank will allocate.
 
-    Takes the constructor's sizes, and `ranks`. Allocates nothing.
+    Accepts the sizes of the constructor, and `ranks`. Allocates nothing.
 
     Raises:
         InvalidArgument: as the constructor.
     """
-    return size_function(spec, share_bytes, doc)
+    return build_size_function(spec, share_bytes, doc)

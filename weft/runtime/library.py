@@ -40,19 +40,19 @@ SERIAL_BITS = 24  # low bits of a handle: serial number of the object in this pr
 
 
 class Traced(Protocol):
-    """An object whose calls a compiled graph holds."""
+    """Interface of an object that compiled graphs call."""
 
     @property
     def order_tensor(self) -> torch.Tensor:
-        """See `get_order_tensor`."""
+        """Tensor that orders the calls, see `get_order_tensor`."""
 
     @property
     def library_handle(self) -> int:
-        """See `register`."""
+        """Handle of the object, see `register`."""
 
 
 class TracedOperator(Traced, Protocol):
-    """An operator on a group whose calls a compiled graph holds."""
+    """Interface of an operator that compiled graphs call."""
 
     @property
     def group(self) -> Group: ...
@@ -84,8 +84,8 @@ def lookup(handle: int) -> Any:
     owner = _owners.get(int(handle))  # a traced integer cannot be a key
     if owner is None:
         raise OutOfOrder(
-            f"the object that a compiled graph calls, number {handle}, was closed; make a new one, "
-            "and compile with that"
+            f"the object that a compiled graph calls, number {handle}, was closed; create a new "
+            "object and compile again"
         )
     return owner
 
@@ -112,8 +112,8 @@ def mark_static(tensor: torch.Tensor) -> None:
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
-def untraced(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function with a graph break: compilers call it without tracing it."""
+def disable_tracing(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function so that compilers call it without tracing it, with a graph break."""
 
     @wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of operators: collective objects in symmetric memory.
+"""Base class of operators, which are collective objects in symmetric memory.
 
-Calls are serial and come from the process that created the object. Any thread may abort or close it
-while a call waits: the call ends first, then the memory is freed.
+Calls must be serial and come from the process that created the operator. Any thread may abort or
+close it while a call waits: the call ends first, then the memory is freed.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from weft.heap.header import (
 from weft.heap.host_memory import check_host_memory
 from weft.keywords import internal
 from weft.runtime import library
-from weft.runtime.ambient import without_autocast
-from weft.runtime.check import check_group, memory_range
+from weft.runtime.ambient import disable_autocast
+from weft.runtime.check import check_group, get_memory_range
 from weft.runtime.debug import DebugChecks, is_enabled
-from weft.runtime.identity import FLAG_MASK, MAX_LAYERS, describe_exchange
+from weft.runtime.identity import FLAG_MASK, MAX_LAYERS, describe_dispatch
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import ShareConfig
 from weft.runtime.options import RunOptions
@@ -63,12 +63,12 @@ from weft.runtime.report import (
     GEOMETRY_MISMATCH,
     PEER_LEFT,
     PEER_TIMEOUT,
-    group_error,
-    input_error,
-    order_mismatch,
+    build_group_error,
+    build_input_error,
+    describe_order_mismatch,
 )
 from weft.runtime.stream import synchronize_device, synchronize_stream
-from weft.runtime.waits import WATCHER
+from weft.runtime.waits import WAIT_WATCHER
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -89,22 +89,22 @@ class Config(ShareConfig, Protocol):
 
 
 class Companion(Protocol):
-    """An object that fails, reports and closes together with its operator."""
+    """An object that fails, reports errors and closes together with an operator."""
 
     def end(self, error: GroupError) -> None:
         """Make every later use raise `error`. Any thread may call it."""
 
     def raise_recorded(self) -> None:
-        """Raise its own failure, or an error about the input that it has newly recorded."""
+        """Raise the error that ended the object, or newly recorded errors about the input."""
 
     def close(self) -> None:
-        """Free its memory."""
+        """Free the memory."""
 
 
 class Operator(ABC):
-    """A collective object: checked, compiled and allocated on all ranks or on none.
+    """A collective object, which is created either on all ranks or on none.
 
-    As a context manager it closes itself on exit.
+    As a context manager, it is closed on exit.
     """
 
     group: Group
@@ -115,7 +115,7 @@ class Operator(ABC):
     site: Site
     _layer = 0  # number of the calling lease; 0: the operator itself
     _layers = 0  # number of layers and leases numbered so far
-    _seen_refusals = 0
+    _num_raised_input_errors = 0
     _failure: GroupError | None = None  # why this rank left, if later calls raise it again
     _other_order = ""  # text of `_order_mismatch`, which every later call raises
     debug_checks: DebugChecks | None = None  # set with WEFT_DEBUG=1
@@ -123,7 +123,7 @@ class Operator(ABC):
     _drops_repeats = False  # whether dispatch drops repeated ids of a row
     _begins_early = False  # whether a call may have begun that neither waits nor has finished
     _companions: Sequence[Companion] = ()
-    _ignored_refusals: Collection[int] = ()  # codes that a companion reports instead
+    _ignored_codes: Collection[int] = ()  # codes that a companion reports instead
 
     def _create(
         self,
@@ -138,7 +138,7 @@ class Operator(ABC):
 
         If a rank fails, every rank raises an error that names it, and nothing stays loaded or
         allocated. The heap spans the ranks of this host. The calling constructor is decorated with
-        `as_creation`.
+        `records_creation`.
 
         Args:
             group: Ranks that create the operator.
@@ -171,13 +171,17 @@ class Operator(ABC):
         except BaseException:
             self._kernels.close()
             raise
-        WATCHER.watch(self)
+        WAIT_WATCHER.watch(self)
         self.order_tensor = library.get_order_tensor(group.device)
         self.library_handle = library.register(self, manifest)
 
     def _allocate(self, what: str) -> None:
         """Allocate and initialise this host's heap. Collective over its ranks."""
-        local, share_bytes, own_bytes = self.group.local, self.config.share_bytes, self._own_bytes()
+        local, share_bytes, own_bytes = (
+            self.group.local,
+            self.config.share_bytes,
+            self._count_local_bytes(),
+        )
         if own_bytes:
             check_host_memory(local, share_bytes + own_bytes, what=what)
         self.heap = Heap.create(local, share_bytes)
@@ -187,7 +191,7 @@ class Operator(ABC):
         # The vote is a barrier: no peer may write into this share before it is initialised.
         local.run_collective(self._initialise, action=f"initialising {what}")
 
-    def _header(self) -> ctypes.Structure:
+    def _build_header(self) -> ctypes.Structure:
         header, local = self._mirrors.Header(), self.group.local
         header.abi, header.rank, header.ranks = ABI, local.rank, local.size
         header.share_bytes, header.generation = self.config.share_bytes, self.heap.generation
@@ -195,7 +199,7 @@ class Operator(ABC):
         # A peer may itself wait for another host first, and its error names the cause.
         waits = 1 if self.group.hosts == 1 else 2
         header.deadline_ns, header.first_deadline_ns = (int(waits * s * 1e9) for s in self.timeouts)
-        living, before = header.living, self._header_of(local.rank)  # zeros at creation
+        living, before = header.living, self._read_header(local.rank)  # zeros at creation
         living[:] = rank_set_words(self.living_mask, len(living))
         header.refusals = before.refusals
         header.reported[:] = [
@@ -228,31 +232,31 @@ class Operator(ABC):
 
     def _write_share(self) -> None:
         """Write the initial contents of this rank's share, at creation and recovery."""
-        header = self._header()
+        header = self._build_header()
         self._write_contents(header)
         raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.heap.tensor((len(raw),), torch.uint8).copy_(raw)
         synchronize_stream(self.group.device)
 
     def _manifest(self) -> Mapping[str, JSON]:
-        """Return the arguments that ranks compare and that distinguish compiled graphs."""
+        """Return the arguments that ranks compare and that identify compiled graphs."""
         return self.config.manifest()
 
-    def _own_bytes(self) -> int:
+    def _count_local_bytes(self) -> int:
         """Return the bytes that `_make_views` allocates outside the heap."""
         return 0
 
     def _poison(self, doing: str, *, before: bool) -> None:  # noqa: B027  (optional)
-        """Overwrite memory that must not be read before, or after, a call; see runtime/debug.py."""
+        """Poison memory that must not be read before, or after, a call; see runtime/debug.py."""
 
-    def _raise_recorded(self, *, refusals: bool) -> None:
-        """Raise the error that broke the group and, with `refusals`, errors about the input."""
+    def _raise_recorded(self, *, input_errors: bool) -> None:
+        """Raise the error that broke the group and, with `input_errors`, errors about the input."""
         self._raise_if_broken()
-        if refusals:
-            self._raise_refusals()
+        if input_errors:
+            self._raise_input_errors()
 
     # Formats a CallRecord of this operator.
-    _describe_call: Callable[[CallRecord], str] = staticmethod(describe_exchange)
+    _describe_call: Callable[[CallRecord], str] = staticmethod(describe_dispatch)
 
     @abstractmethod
     def _make_views(self) -> None:
@@ -260,7 +264,7 @@ class Operator(ABC):
 
     @abstractmethod
     def _write_contents(self, header: ctypes.Structure) -> None:
-        """Write the initial contents of the share, whatever it holds now.
+        """Write the initial contents of the share.
 
         May modify `header`, which is written afterwards.
         """
@@ -288,17 +292,17 @@ class Operator(ABC):
         with self._access:
             self.check_open()
             self._raise_if_broken()
-            self._raise_refusals()
+            self._raise_input_errors()
 
-    def _raise_refusals(self) -> None:
+    def _raise_input_errors(self) -> None:
         """Raise errors about the input that the device has newly recorded. Under `_access`."""
         serial = self._mailbox.refusals
-        if serial != self._seen_refusals:
-            count = (serial - self._seen_refusals) & 0xFFFFFFFF
-            self._seen_refusals = serial
+        if serial != self._num_raised_input_errors:
+            count = (serial - self._num_raised_input_errors) & 0xFFFFFFFF
+            self._num_raised_input_errors = serial
             record = self._mailbox.refused[serial % len(self._mailbox.refused)]
-            if record.code not in self._ignored_refusals:
-                raise input_error(record, count, drops_repeats=self._drops_repeats)
+            if record.code not in self._ignored_codes:
+                raise build_input_error(record, count, drops_repeats=self._drops_repeats)
         for companion in self._companions:
             companion.raise_recorded()
 
@@ -329,7 +333,7 @@ class Operator(ABC):
             self._notify_once(ABORTED, "")
             self._mailbox.host_word[0] |= HOST_REQUESTS_LEAVE
         for companion in self._companions:
-            companion.end(Aborted(f"rank {self.group.rank} called abort(); make a new group"))
+            companion.end(Aborted(f"rank {self.group.rank} called abort(); create a new group"))
 
     def history(self, rank: int | None = None) -> list[Record]:
         """Return the last 128 finished operations of a rank, oldest first.
@@ -345,7 +349,7 @@ class Operator(ABC):
         """
         with self._access:
             self.check_open()
-            header = self._header_of(rank)
+            header = self._read_header(rank)
         return sorted((r for r in header.ring if r.phase), key=lambda r: (r.epoch, r.phase))
 
     def close(self) -> None:
@@ -368,7 +372,7 @@ class Operator(ABC):
             library.unregister(handle)
         if not self._begin_close():
             return None
-        pending = self.pending_error()
+        pending = self.get_pending_error()
         with relaxed_capture(self.group.device):
             try:
                 self._kernels.close()
@@ -378,7 +382,7 @@ class Operator(ABC):
         return pending
 
     @internal
-    def pending_error(self) -> WeftError | None:
+    def get_pending_error(self) -> WeftError | None:
         """Return the error that `check` would raise and no call has raised yet.
 
         None if this rank left on its own, or in a forked child.
@@ -388,25 +392,25 @@ class Operator(ABC):
         try:
             with self._access:
                 self._raise_if_broken()
-                self._raise_refusals()
+                self._raise_input_errors()
         except WeftError as error:
             return error
         return None
 
     @internal
-    def next_layer(self) -> int:
+    def allocate_layer_number(self) -> int:
         """Return the number of a new layer or lease on this operator, starting at 1. Collective."""
         self._layers = self.group.next_number("layer number", self._layers, MAX_LAYERS - 1)
         return self._layers
 
     @internal
-    def lease_view(self) -> Self:
+    def create_lease_view(self) -> Self:
         """Return a view of this operator for a new lease. Collective.
 
         The view shares all state with the operator. Its calls carry the number of the lease, so
         that calls of different leases on two ranks are detected as a mismatch.
         """
-        kind, number = type(self), self.next_layer()
+        kind, number = type(self), self.allocate_layer_number()
         view: Self = object.__new__(_view_type(kind))
         view.__dict__ = self.__dict__
         view._layer, view._shared_operator = number, self  # type: ignore[attr-defined]
@@ -470,29 +474,29 @@ class Operator(ABC):
 
     @internal
     def finished_rounds(self) -> int:
-        """Return how many rounds or all-reduces this rank has finished since its (re)creation."""
+        """Return the number of rounds or all-reduces that this rank has finished since creation."""
         with self._access:
             if self._freed:
                 return 0
-            header = self._header_of()
+            header = self._read_header()
         ends = (COMBINE, ALL_REDUCE)
         done = [r.epoch - header.first_epoch & EPOCH_MASK for r in header.ring if r.phase in ends]
         return max(done, default=0)
 
     @internal
-    def own_header(self) -> ctypes.Structure | None:
+    def read_own_header(self) -> ctypes.Structure | None:
         """Return a copy of this rank's header, or None after close."""
         with self._access:
-            return None if self._freed or self._closing else self._header_of()
+            return None if self._freed or self._closing else self._read_header()
 
     @internal
     def progress(self, rank: int) -> Progress | None:
-        """Return what a living rank does in this operator's calls, or None after close."""
+        """Return the progress of a living rank in calls of this operator, or None after close."""
         if self._closing or not self.living_mask >> rank & 1:
             return None
         try:
-            header = self._header_of(rank)
-        except OutOfOrder:  # closed meanwhile by another thread
+            header = self._read_header(rank)
+        except OutOfOrder:  # closed by another thread
             return None
         calls = (
             2 * (r.epoch - header.first_epoch & EPOCH_MASK) + (r.phase == COMBINE)
@@ -509,8 +513,8 @@ class Operator(ABC):
     @internal
     def leave_for_mismatch(self, reason: str) -> None:
         """Leave the group because the ranks' calls differ; peers raise the same text."""
-        # Not for long: the caller holds the lock of another operator, and two threads may each wait
-        # for the other's. Without the notice, the peers' own deadline ends their calls.
+        # The timeout prevents a deadlock: the caller holds the lock of another operator, for which
+        # another thread may wait. Without the notice, the peers' calls end by their own timeout.
         if not self._access.acquire(timeout=1.0):
             return
         try:
@@ -556,7 +560,7 @@ class Operator(ABC):
                 except Exception as error:
                     failures.append(error)
             synchronize_stream(self.group.device)
-            WATCHER.watch(self)
+            WAIT_WATCHER.watch(self)
             if failures:
                 raise failures[0]
 
@@ -572,15 +576,16 @@ class Operator(ABC):
 
     @internal
     def accompany(self, companion: Companion, *, reports: Collection[int]) -> None:
-        """Let `companion` fail, report and close together with this operator.
+        """Register an object that fails, reports errors and closes together with this operator.
 
-        It reports the refusals with codes in `reports`, which this operator then ignores.
+        It reports the errors about the input whose codes are in `reports`; this operator ignores
+        them.
         """
-        self._companions, self._ignored_refusals = (*self._companions, companion), reports
+        self._companions, self._ignored_codes = (*self._companions, companion), reports
 
     @internal
     def leave(self, reason: str) -> None:
-        """Leave the group: this rank's waits and later calls raise, and peers get the reason."""
+        """Leave the group: waits and later calls of this rank raise, and peers get the reason."""
         with self._access:
             if not self._freed:
                 self._leave_reason = self._leave_reason or reason
@@ -604,8 +609,8 @@ class Operator(ABC):
         if not self._busy.acquire(blocking=False):
             self.check_open()
             raise OutOfOrder(
-                f"{doing} while another thread is in a call of this {self.kind}: calls must be "
-                "serial and in the same order on every rank; make them from one thread, or hold a "
+                f"{doing} while another thread runs a call of this {self.kind}: calls must be "
+                "serial and in the same order on every rank; call them from one thread, or hold a "
                 "lock around each round"
             )
         self._caller = threading.get_ident()
@@ -631,30 +636,30 @@ class Operator(ABC):
         if self._leave_reason:
             raise Aborted(
                 f"this rank, {self.group.rank}, {self._leave_reason}, and closed this "
-                f"{self.kind}; make a new one"
+                f"{self.kind}; create a new one"
             )
-        raise OutOfOrder(f"this {self.kind} was closed; make a new one")
+        raise OutOfOrder(f"this {self.kind} was closed; create a new one")
 
     def _raise_if_broken(self) -> None:
         """Raise the error that broke the group, if any. Within a call, or under `_access`."""
         if self._mailbox.broken_code or self._mailbox.host_word[0] & HOST_REQUESTS_LEAVE:
             self._has_raised = True
         if self._mailbox.broken_code:
-            raise self._breakage(ErrorRecord.from_buffer_copy(self._mailbox.broken))
+            raise self._error_from_record(ErrorRecord.from_buffer_copy(self._mailbox.broken))
         if self._mailbox.host_word[0] & HOST_REQUESTS_LEAVE:
             if self._failure is not None:
                 raise self._failure
-            raise Aborted(f"this rank, {self.group.rank}, {self._leave_reason}; make a new group")
+            raise Aborted(f"this rank, {self.group.rank}, {self._leave_reason}; create a new group")
 
-    def _breakage(self, record: ErrorRecord) -> GroupError:
-        """Return the error of a record, with which the companions end."""
-        error = self._breakage_on_host(record)
+    def _error_from_record(self, record: ErrorRecord) -> GroupError:
+        """Build the exception for a record, and end the companions with it."""
+        error = self._build_host_error(record)
         for companion in self._companions:
             companion.end(error)
         return error
 
-    def _breakage_on_host(self, record: ErrorRecord) -> GroupError:
-        """Return the error of a record, whose ranks are numbered within the host."""
+    def _build_host_error(self, record: ErrorRecord) -> GroupError:
+        """Build the exception for a record, whose ranks are numbered within the host."""
         ranks, local = self.group.host_ranks[self.group.host], self.group.local
         if record.code == PEER_TIMEOUT and record.peer != local.rank:
             mismatch = self._order_mismatch(record)
@@ -663,26 +668,26 @@ class Operator(ABC):
         record.rank, record.peer = ranks[record.rank], ranks[record.peer]
         if record.reported_by:
             record.reported_by = 1 + ranks[record.reported_by - 1]
-        return group_error(
+        return build_group_error(
             record,
             lambda rank: local.pid(ranks.index(rank)),
             lambda rank: self._read_exit_reason(ranks.index(rank)),
-            lambda rank, value: self._call_text(ranks.index(rank), value),
+            lambda rank, value: self._read_call_text(ranks.index(rank), value),
             first_epoch=self.first_epoch,
             machines=self.group.job_machines,
         )
 
     def _order_mismatch(self, record: ErrorRecord) -> GroupError | None:
-        """Return the error of a timeout on a peer that waits in another operator's call.
+        """Build the exception for a timeout on a peer that waits in calls of other operators.
 
-        Leaves those operators, whose peers wait for this rank in vain.
+        Leaves those operators, so that the peer does not wait for this rank until its timeout.
         """
         if not self._other_order:
             own_name, others = self.group.local.find_diverged_operators(self, record.peer)
             if not others:
                 return None
             ranks = self.group.host_ranks[self.group.host]
-            self._other_order = order_mismatch(record, ranks, own_name, tuple(others))
+            self._other_order = describe_order_mismatch(record, ranks, own_name, tuple(others))
             for other in others.values():
                 other.leave_for_mismatch(self._other_order)
         return GeometryMismatch(self._other_order)
@@ -708,8 +713,8 @@ class Operator(ABC):
         """
         if torch.compiler.is_dynamo_compiling():
             raise InvalidArgument(
-                f"{name} under torch.compile, which may move what is between the halves: call "
-                "dispatch and combine there, or the halves outside of the compiled function"
+                f"{name} under torch.compile, which may reorder the work between the halves: call "
+                "dispatch and combine, or call the halves outside of the compiled function"
             )
         self.check_open()
         if not self.build.split_phase:
@@ -718,21 +723,21 @@ class Operator(ABC):
             )
 
     @internal
-    def check_outside(self, name: str, tensor: torch.Tensor) -> None:
+    def check_not_symmetric(self, name: str, tensor: torch.Tensor) -> None:
         """Raise InvalidArgument for an output in an operator's heap, which peers access."""
-        start, end = memory_range(tensor)
-        for base, stop, what in tuple(_heaps.values()):
+        start, end = get_memory_range(tensor)
+        for base, stop, label in tuple(_heaps.values()):
             if start < stop and base < end:
                 raise InvalidArgument(
-                    f"{name} is in the symmetric memory of an {what}, {start - base} bytes from "
-                    "its start, which peers may still read: pass a tensor of your own, or leave "
-                    f"{name} out"
+                    f"{name} is in the symmetric memory of an {label}, {start - base} bytes from "
+                    "its start, which peers may still read: pass a separate tensor, or omit "
+                    f"{name}"
                 )
 
     def _begin_close(self) -> bool:
-        """Refuse new calls and wait for the current one; return False if already closed.
+        """Reject new calls, notify the peers and wait for the current call to end.
 
-        Notifies the peers, and aborts a call that waits in another thread.
+        A call that waits in another thread is aborted. Returns False if already closed.
         """
         with self._access:
             if self._closing:
@@ -753,7 +758,7 @@ class Operator(ABC):
         return True
 
     def _free(self) -> None:
-        """Free the heap, except for memory that callers' views still use. Local."""
+        """Free the heap, except for memory that views of callers still use. Not collective."""
         # Without the lock: a running kernel may depend on `peer_ended`, which takes it.
         synchronize_device(self.group.device)
         with self._access:
@@ -780,37 +785,37 @@ class Operator(ABC):
             if peer != rank and self.living_mask >> peer & 1:
                 heap.write(peer, self._mirrors.Header.notices.offset + 8 * rank, notice)
 
-    def _header_of(self, rank: int | None = None) -> ctypes.Structure:
+    def _read_header(self, rank: int | None = None) -> ctypes.Structure:
         return self._mirrors.Header.from_buffer_copy(self.heap.header(rank))
 
-    def _call_text(self, rank: int, value: int | None) -> str:
+    def _read_call_text(self, rank: int, value: int | None) -> str:
         """Return the text of a rank's latest call; "" if its hash differs from `value`."""
-        record = self._header_of(rank).call
+        record = self._read_header(rank).call
         if not record.hash or (value is not None and (record.hash ^ value) & FLAG_MASK):
             return ""
         return self._describe_call(record)
 
     def _read_exit_reason(self, rank: int) -> str:
-        header = self._header_of(rank)
+        header = self._read_header(rank)
         return bytes(header.exit_reason).split(b"\0")[0].decode(errors="replace")
 
 
 @functools.cache
 def _view_type(kind: type[Operator]) -> type[Any]:
-    """Return the class of leases of `kind`, whose instances have their own number and handle."""
+    """Create the class of leases of `kind`, whose instances have their own number and handle."""
     slots = {"__slots__": ("library_handle", "_layer", "_shared_operator"), "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), slots)
 
 
-def call_all(*calls: Callable[[], object]) -> None:
-    """Run all calls in order even if one raises; raise the last error."""
+def run_all(*calls: Callable[[], object]) -> None:
+    """Run all calls in order even if some raise, and raise the last error."""
     with contextlib.ExitStack() as stack:
         for call in reversed(calls):
             stack.callback(call)
 
 
 class Caller(Protocol):
-    """An operator, or an object whose calls are calls of an operator."""
+    """An operator, or an object that makes calls of an operator."""
 
     debug_checks: DebugChecks | None
 
@@ -821,17 +826,17 @@ class Caller(Protocol):
 CallerT = TypeVar("CallerT", bound=Caller)
 
 
-def one_call(
+def exclusive_call(
     doing: str,
 ) -> Callable[[Callable[Concatenate[CallerT, P], T]], Callable[Concatenate[CallerT, P], T]]:
-    """Decorate a method as one call of an operator: it excludes all others and autocast."""
+    """Decorate a method as a call of an operator, which excludes other calls and autocast."""
 
     def decorate(
         method: Callable[Concatenate[CallerT, P], T],
     ) -> Callable[Concatenate[CallerT, P], T]:
         @functools.wraps(method)
         def call(self: CallerT, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            # Hot path of every call: without the frames of `without_autocast`.
+            # Hot path of every call: without the frames of `disable_autocast`.
             if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                 return outside_autocast(self, *args, **kwargs)
             self.begin_call(doing)
@@ -846,7 +851,7 @@ def one_call(
             finally:
                 self.end_call()
 
-        outside_autocast = without_autocast(call)
+        outside_autocast = disable_autocast(call)
         return call
 
     return decorate

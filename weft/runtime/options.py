@@ -24,14 +24,14 @@ class Parameters:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any], **more: Any) -> Self:
-        """Return the parameters among a constructor's arguments, and `more`."""
+        """Select the parameters from the arguments of a constructor, and add `more`."""
         names = {field.name for field in fields(cls)} & arguments.keys()  # type: ignore[arg-type]
         return cls(**{name: arguments[name] for name in names}, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(Parameters):
-    """How kernels wait and are launched. May differ between ranks; `AllToAll` documents them."""
+    """Options of waits and launches, which may differ between ranks; see `AllToAll`."""
 
     timeout: float = 2.0
     first_timeout: float = 120.0
@@ -54,7 +54,7 @@ class RunOptions(Parameters):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeSpec(Parameters):
-    """What both all-to-alls exchange, equal on all ranks; `AllToAll` documents the parameters.
+    """Parameters that both all-to-alls share, equal on all ranks; see `AllToAll`.
 
     Attributes:
         ranks: Number of ranks of one host.

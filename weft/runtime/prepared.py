@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cache of checked calls, which engines repeat at other addresses.
 
-A key covers everything that the full check of a call reads except for the addresses. A cached state
-therefore serves an equal call whose outputs overlap no other tensor; any other call takes the full
-check, which raises the errors. States hold no tensors, so they keep no caller's memory alive.
+A key contains everything that the full check of a call reads except the addresses. A cached state
+is therefore valid for an equal call whose outputs do not overlap other tensors. All other calls run
+the full check, which raises the errors. States hold no tensors, so they do not keep memory alive.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Generic, Protocol, TypeVar
 
 from weft.runtime.check import OverlapRule, find_overlap
 
-MAX_CALLS = 512  # states in one cache; each takes 2 to 3 KiB
+MAX_CALLS = 512  # states in one cache; each needs 2 to 3 KiB
 
 
 class CallState(Protocol):
-    """The state that calls with equal keys share."""
+    """State that calls with equal keys share."""
 
     @property
     def overlap_rules(self) -> Sequence[OverlapRule]:
@@ -28,7 +28,7 @@ S = TypeVar("S", bound=CallState)
 
 
 class CallCache(Generic[S]):
-    """States of the latest MAX_CALLS kinds of calls, not thread-safe."""
+    """Cache of the states of up to MAX_CALLS calls; not thread-safe."""
 
     def __init__(self) -> None:
         self._states: dict[object, S] = {}
@@ -40,8 +40,8 @@ class CallCache(Generic[S]):
         """Return the state of an equal call, or None if the full check is needed.
 
         Args:
-            key: Key of the call; None if its arguments have none.
-            addresses: Addresses of the tensors, to which the state's rules refer.
+            key: Key of the call, or None if it cannot be cached.
+            addresses: Addresses of the tensors, in the order of the overlap rules.
         """
         try:
             state = None if key is None else self._states.get(key)
@@ -52,7 +52,7 @@ class CallCache(Generic[S]):
         return state
 
     def store(self, key: object, state: S) -> None:
-        """Store the state of a checked call, and evict the oldest if there are too many."""
+        """Store the state of a checked call, and evict the oldest state if the cache is full."""
         if key is not None:
             if len(self._states) >= MAX_CALLS:
                 del self._states[next(iter(self._states))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of the device's error records to exceptions."""
+"""Conversion of error records, which kernels write, to exceptions."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ def _to_signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def input_error(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> UsageError:
-    """Return the error for input that the device has dropped or reported.
+def build_input_error(
+    record: ErrorRecord, count: int, *, drops_repeats: bool = False
+) -> UsageError:
+    """Build the exception for invalid input that the device reported.
 
     Args:
         record: Last report.
@@ -50,16 +52,16 @@ def input_error(record: ErrorRecord, count: int, *, drops_repeats: bool = False)
     if record.code == DUPLICATE_EXPERT:
         kept = "Both were delivered"
         if drops_repeats:
-            kept = "It was dropped, its first place in the row was sent"
+            kept = "It was dropped; its first occurrence in the row was sent"
         return BadExpertId(
             f"{entry} repeats expert {record.observed} of the same row; a row names an expert "
             f"once. {kept}{more}. Fix the router's top-k."
         )
     if record.code == GONE_RANK:
         return BadExpertId(
-            f"{entry} is {record.observed}, an expert of rank {record.peer}, which is gone: ids of "
-            f"its experts are dropped from now on, which is reported once{more}. Place replicas of "
-            "the experts on other ranks, or mask the ids with -1."
+            f"{entry} is {record.observed}, an expert of rank {record.peer}, which has exited: ids "
+            f"of its experts are dropped from now on, which is reported once{more}. Place replicas "
+            "of the experts on other ranks, or mask the ids with -1."
         )
     if record.code == BAD_ROW_INDEX:
         return InvalidArgument(
@@ -86,20 +88,20 @@ def _phase(record: ErrorRecord) -> str:
 
 
 def _reporter(record: ErrorRecord) -> str:
-    """Return which peer reported the error, or "" if this rank detected it."""
-    return f" (rank {record.reported_by - 1} found it out)" if record.reported_by else ""
+    """Return a note about the peer that reported the error, or "" if this rank detected it."""
+    return f" (reported by rank {record.reported_by - 1})" if record.reported_by else ""
 
 
-def _remedy(machines: int) -> str:
+def _recovery_advice(machines: int) -> str:
     """Return the fix for an error that broke the group."""
-    return "call group.recover() or make a new group" if machines == 1 else "make a new group"
+    return "call group.recover() or create a new group" if machines == 1 else "create a new group"
 
 
-def _late_peer(option: str, machines: int) -> str:
+def _timeout_advice(option: str, machines: int) -> str:
     """Return possible causes of a timeout and the fix."""
     return (
-        "It is dead, stopped, slower than the deadline, or did not make this call; raise "
-        f"{option}= if it was only slow, then {_remedy(machines)}."
+        "It is dead, stopped, slower than the timeout, or did not make this call; increase "
+        f"{option}= if it was only slow, then {_recovery_advice(machines)}."
     )
 
 
@@ -108,47 +110,52 @@ CallText = Callable[[int, int | None], str]
 _SAME_CALLS = "Make the same sequence of calls, with the same arguments, on every rank."
 
 
-def _mismatch(who: str, peer: int, peer_call: str, own_call: str) -> GeometryMismatch:
-    """Return the error of two ranks whose calls differ; an unknown call has an empty text."""
+def _call_mismatch(prefix: str, peer: int, peer_call: str, own_call: str) -> GeometryMismatch:
+    """Build the exception for ranks whose calls differ; an unknown call has an empty text."""
     calls = f"rank {peer} called with {peer_call}; this rank with {own_call}"
     if not peer_call or not own_call:
         calls = f"rank {peer} made another call than this rank"
         calls += f", which called with {own_call}" if own_call else ""
-    return GeometryMismatch(f"{who}: {calls}. {_SAME_CALLS}")
+    return GeometryMismatch(f"{prefix}: {calls}. {_SAME_CALLS}")
 
 
-def _reported_by_peer(
-    record: ErrorRecord, who: str, option: str, machines: int, call_of: CallText, words: str
+def _peer_report(
+    record: ErrorRecord,
+    prefix: str,
+    option: str,
+    machines: int,
+    get_call: CallText,
+    exit_reason: str,
 ) -> GroupError:
-    """Return the error that a peer detected and left the group for."""
-    reporter, own = f"rank {record.reported_by - 1}", record.peer == record.rank
-    culprit = f"this rank, {record.peer}," if own else f"rank {record.peer}"
+    """Build the exception for an error that made a peer leave the group."""
+    reporter, is_own = f"rank {record.reported_by - 1}", record.peer == record.rank
+    late_rank = f"this rank, {record.peer}," if is_own else f"rank {record.peer}"
     if record.code == PEER_TIMEOUT and record.peer == record.reported_by - 1:
         return PeerTimeout(
-            f"{who}: {reporter} gave up, waiting for its own part of this call, and left the "
-            f"group. See its own error; {_remedy(machines)}."
+            f"{prefix}: {reporter} timed out in its own part of this call and left the group. See "
+            f"its own error; {_recovery_advice(machines)}."
         )
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
-            f"{who}: {reporter} waited in vain for {culprit} and left the group. "
-            f"{_late_peer(option, machines)}"
+            f"{prefix}: {reporter} timed out waiting for {late_rank} and left the group. "
+            f"{_timeout_advice(option, machines)}"
         )
-    if words:
-        return GeometryMismatch(f"{who}: {reporter} left the group: {words}")
-    culprit_call, reporter_call = call_of(record.peer, None), call_of(record.reported_by - 1, None)
+    if exit_reason:
+        return GeometryMismatch(f"{prefix}: {reporter} left the group: {exit_reason}")
+    rank_call, reporter_call = get_call(record.peer, None), get_call(record.reported_by - 1, None)
     calls = ""
-    if culprit_call and reporter_call and culprit_call != reporter_call:
-        calls = f": {culprit} called with {culprit_call}; {reporter} with {reporter_call}"
+    if rank_call and reporter_call and rank_call != reporter_call:
+        calls = f": {late_rank} called with {rank_call}; {reporter} with {reporter_call}"
     return GeometryMismatch(
-        f"{who}: {reporter} found that {culprit} made another call, or combined another dispatch, "
-        f"and left the group{calls}. {_SAME_CALLS}"
+        f"{prefix}: {reporter} found that {late_rank} made another call, or combined another "
+        f"dispatch, and left the group{calls}. {_SAME_CALLS}"
     )
 
 
-def order_mismatch(
+def describe_order_mismatch(
     record: ErrorRecord, ranks: Sequence[int], own_name: str, peer_names: Sequence[str]
 ) -> str:
-    """Return the text of a timeout on a peer that waits in calls of other operators.
+    """Describe a timeout on a peer that waits in calls of other operators.
 
     Args:
         record: Record of the timeout, with ranks numbered within the host.
@@ -158,104 +165,105 @@ def order_mismatch(
     """
     reporter = record.reported_by - 1 if record.reported_by else record.rank
     own, peer, reporter = ranks[record.rank], ranks[record.peer], ranks[reporter]
-    theirs = " and of ".join(peer_names)
+    operators = " and of ".join(peer_names)
     return (
-        f"rank {own}, {_phase(record)}: rank {peer} is in a call of {theirs}, while rank "
+        f"rank {own}, {_phase(record)}: rank {peer} is in a call of {operators}, while rank "
         f"{reporter} waits for it in a call of {own_name} (the numbers count the heaps of the "
         f"group). {_SAME_CALLS}"
     )
 
 
-def _peer_gone(
+def _peer_exit(
     record: ErrorRecord,
-    who: str,
-    pid_of: Callable[[int], int | None],
-    words_of: Callable[[int], str],
+    prefix: str,
+    get_pid: Callable[[int], int | None],
+    get_exit_reason: Callable[[int], str],
     machines: int,
 ) -> GroupError:
-    """Return the error of a peer that has left or died."""
+    """Build the exception for a peer that has left or died."""
     if record.code == PEER_LEFT:
         return PeerLeft(
-            f"{who}: rank {record.peer} {words_of(record.peer) or 'left'} before it made its part "
-            f"of epoch {record.expected}{_reporter(record)}. Every rank must make the same calls; "
-            "fix that rank, then make a new group."
+            f"{prefix}: rank {record.peer} {get_exit_reason(record.peer) or 'left'} before it made "
+            f"its part of epoch {record.expected}{_reporter(record)}. Every rank must make the "
+            "same calls; fix that rank, then create a new group."
         )
-    pid = pid_of(record.peer)
+    pid = get_pid(record.peer)
     process = "the process" if pid is None else f"process {pid}"
-    fix = f"{_remedy(machines)}."
+    fix = f"{_recovery_advice(machines)}."
     if machines > 1:
         fix = (
             f"a group of {machines} machines does not recover: restart the job on all of them, "
             "with new process groups and a new group."
         )
     return PeerDied(
-        f"{who}: rank {record.peer} died: {process} ended before it made its part of epoch "
+        f"{prefix}: rank {record.peer} died: {process} ended before it made its part of epoch "
         f"{record.expected}{_reporter(record)}. Its own output may show the cause; {fix}"
     )
 
 
-def _reduce_timeout(record: ErrorRecord, who: str, option: str, machines: int) -> PeerTimeout:
-    """Return the timeout of an all-reduce, with the slot that did not arrive."""
+def _allreduce_timeout(record: ErrorRecord, prefix: str, option: str, machines: int) -> PeerTimeout:
+    """Build the exception for a timeout of an all-reduce, which names the missing slot."""
     return PeerTimeout(
-        f"{who}, epoch {record.expected}: the {SLOTS.get(record.observed, 'slot')} of token "
-        f"{record.token} (16-byte word {record.index}) did not come from rank {record.peer} "
-        f"within {record.elapsed_ns / 1e9:.2f} s. {_late_peer(option, machines)}"
+        f"{prefix}, epoch {record.expected}: the {SLOTS.get(record.observed, 'slot')} of token "
+        f"{record.token} (16-byte word {record.index}) did not arrive from rank {record.peer} "
+        f"within {record.elapsed_ns / 1e9:.2f} s. {_timeout_advice(option, machines)}"
     )
 
 
-def group_error(
+def build_group_error(
     record: ErrorRecord,
-    pid_of: Callable[[int], int | None],
-    words_of: Callable[[int], str],
-    call_of: CallText,
+    get_pid: Callable[[int], int | None],
+    get_exit_reason: Callable[[int], str],
+    get_call: CallText,
     *,
     first_epoch: int = 0,
     machines: int = 1,
 ) -> GroupError:
-    """Return the error that broke the group.
+    """Build the exception for the error that broke the group.
 
     Args:
         record: Error record of the device.
-        pid_of: Returns the process id of a rank, or None if unknown.
-        words_of: Returns the reason that a rank gave for leaving, or "".
-        call_of: Returns the text of a rank's call, see CallText.
-        first_epoch: Epoch before the first round, whose waits have the deadline `first_timeout`.
+        get_pid: Returns the process id of a rank, or None if unknown.
+        get_exit_reason: Returns the reason with which a rank left, or "".
+        get_call: Returns the text of a rank's latest call, see CallText.
+        first_epoch: Epoch before the first round, whose waits have the timeout `first_timeout`.
         machines: Number of machines of the group.
     """
-    who = f"rank {record.rank}, {_phase(record)}"
+    prefix = f"rank {record.rank}, {_phase(record)}"
     # Same rule as is_overdue in device/wait.cuh.
-    first = (record.expected - first_epoch) & EPOCH_MASK <= 1
-    option = "first_timeout" if first else "timeout"
+    is_first = (record.expected - first_epoch) & EPOCH_MASK <= 1
+    option = "first_timeout" if is_first else "timeout"
     if record.code in (PEER_DIED, PEER_LEFT):
-        return _peer_gone(record, who, pid_of, words_of, machines)
+        return _peer_exit(record, prefix, get_pid, get_exit_reason, machines)
     if record.code == GONE_UNMASKED:
         return PeerDied(
-            f"{who}: rank {record.peer} is gone, and this all-reduce sums over all ranks. Build it "
-            "with missing='drop' to go on with the living, or make a new group of them."
+            f"{prefix}: rank {record.peer} has exited, and this all-reduce sums over all ranks. "
+            "Build it with missing='drop' to continue with the living ranks, or create a new group "
+            "of them."
         )
     if record.reported_by and record.code != ABORTED:
-        words = words_of(record.reported_by - 1)
-        return _reported_by_peer(record, who, option, machines, call_of, words)
+        exit_reason = get_exit_reason(record.reported_by - 1)
+        return _peer_report(record, prefix, option, machines, get_call, exit_reason)
     if record.code == GEOMETRY_MISMATCH:
-        peer_call = call_of(record.peer, record.observed)
-        own_call = call_of(record.rank, record.expected)
-        return _mismatch(who, record.peer, peer_call, own_call)
+        peer_call = get_call(record.peer, record.observed)
+        own_call = get_call(record.rank, record.expected)
+        return _call_mismatch(prefix, record.peer, peer_call, own_call)
     if record.phase == ALL_REDUCE and record.code == PEER_TIMEOUT:
-        return _reduce_timeout(record, who, option, machines)
+        return _allreduce_timeout(record, prefix, option, machines)
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
-            f"{who}: rank {record.peer} did not publish epoch {record.expected} within "
+            f"{prefix}: rank {record.peer} did not publish epoch {record.expected} within "
             f"{record.elapsed_ns / 1e9:.2f} s (its flag shows epoch {record.observed}). "
-            f"{_late_peer(option, machines)}"
+            f"{_timeout_advice(option, machines)}"
         )
     if record.code == OTHER_RESULT:
         return GeometryMismatch(
-            f"{who}: rank {record.peer} combined result {record.observed} of those alive, this "
-            f"rank result {record.expected}, the oldest being 1. Combine the results in the same "
-            "order on every rank."
+            f"{prefix}: rank {record.peer} combined result {record.observed} of those alive, this "
+            f"rank result {record.expected}, where 1 is the oldest. Combine the results in the "
+            "same order on every rank."
         )
-    asker = "this rank" if record.peer == record.rank else f"rank {record.peer}"
+    aborter = "this rank" if record.peer == record.rank else f"rank {record.peer}"
     return Aborted(
-        f"{who}: left its wait for epoch {record.expected} because {asker} called abort() or "
-        "was interrupted; make a new group."
+        f"{prefix}: left its wait for epoch {record.expected} because {aborter} called abort() or "
+        "was interrupted; create a new group."
     )

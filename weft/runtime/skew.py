@@ -4,8 +4,8 @@
 A flag is sent before it is observed. With offset o_r of rank r's clock, a flag from p to q implies
     sent_p + o_p <= observed_q + o_q
 so the fastest flag from p to q bounds o_p - o_q from above, and the fastest from q to p from below.
-As in NTP, the midpoint is wrong by at most half the gap. Bounds through a third rank are included
-(shortest paths), so the resulting offsets satisfy every flag.
+As in NTP, the error of the midpoint is at most half the gap. Bounds through other ranks are
+included (shortest paths), so the resulting offsets satisfy every flag.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Skew:
 
 
 def estimate_skew(ranks: Sequence[Sequence[Span]]) -> Skew:
-    """Return the clock offsets of the ranks.
+    """Estimate the clock offsets of the ranks.
 
     Args:
         ranks: Spans of each rank, of the same rounds.
@@ -52,26 +52,26 @@ def estimate_skew(ranks: Sequence[Sequence[Span]]) -> Skew:
         InvalidArgument: two ranks have no finished round in common, or their clocks drifted apart
             while the spans were recorded.
     """
-    tick = max(clock_tick(spans) for spans in ranks)
-    bounds = _flag_bounds(ranks, tick)
-    _refuse_drift(bounds)
-    count = range(len(ranks))
-    for via in count:
-        for p in count:
-            for q in count:
+    tick = max(compute_clock_tick(spans) for spans in ranks)
+    bounds = _compute_flag_bounds(ranks, tick)
+    _check_drift(bounds)
+    indices = range(len(ranks))
+    for via in indices:
+        for p in indices:
+            for q in indices:
                 bounds[p][q] = min(bounds[p][q], bounds[p][via] + bounds[via][q])
-    _refuse_drift(bounds)
-    separate = next((p for p in count if math.isinf(bounds[p][0] + bounds[0][p])), None)
-    if separate is not None:
+    _check_drift(bounds)
+    unbounded = next((p for p in indices if math.isinf(bounds[p][0] + bounds[0][p])), None)
+    if unbounded is not None:
         raise InvalidArgument(
-            f"ranks 0 and {separate} have no finished round in common; record their spans together"
+            f"ranks 0 and {unbounded} have no finished round in common; record their spans together"
         )
-    offsets = tuple((bounds[p][0] - bounds[0][p]) / 2 for p in count)
-    widest = max(bounds[p][q] + bounds[q][p] for p in count for q in count)
-    return Skew(offsets, widest / 2, tick)
+    offsets = tuple((bounds[p][0] - bounds[0][p]) / 2 for p in indices)
+    max_gap = max(bounds[p][q] + bounds[q][p] for p in indices for q in indices)
+    return Skew(offsets, max_gap / 2, tick)
 
 
-def _refuse_drift(bounds: Sequence[Sequence[float]]) -> None:
+def _check_drift(bounds: Sequence[Sequence[float]]) -> None:
     """Raise InvalidArgument if no constant offset satisfies the bounds of two ranks."""
     for p in range(len(bounds)):
         for q in range(p):
@@ -83,8 +83,8 @@ def _refuse_drift(bounds: Sequence[Sequence[float]]) -> None:
                 )
 
 
-def clock_tick(spans: Sequence[Span]) -> int:
-    """Return the resolution of one rank's clock in ns: the GCD of its stamps, at least 1."""
+def compute_clock_tick(spans: Sequence[Span]) -> int:
+    """Compute the resolution of a rank's clock in ns: the GCD of its stamps, at least 1."""
     stamps = [
         stamp
         for span in spans
@@ -94,10 +94,10 @@ def clock_tick(spans: Sequence[Span]) -> int:
     return max(1, math.gcd(*(stamp - stamps[0] for stamp in stamps))) if stamps else 1
 
 
-def _flag_bounds(ranks: Sequence[Sequence[Span]], tick: int) -> list[list[float]]:
-    """Return `bounds[p][q]`, the upper bound of o_p - o_q from the fastest flag from p to q.
+def _compute_flag_bounds(ranks: Sequence[Sequence[Span]], tick: int) -> list[list[float]]:
+    """Compute `bounds[p][q]`, the upper bound of o_p - o_q from the fastest flag from p to q.
 
-    A stamp is rounded down to a tick, so a flag may have been observed up to a tick after it.
+    Stamps are rounded down to ticks, so a flag may have been observed up to a tick after its stamp.
     """
     bounds = [[0.0 if p == q else math.inf for q in range(len(ranks))] for p in range(len(ranks))]
     sent = {(s.rank, s.phase, s.epoch): s.sent_ns for spans in ranks for s in spans if s.finished}

@@ -33,8 +33,9 @@ def loading_context(device: torch.device | int) -> Iterator[None]:
     with torch.cuda.device(device), relaxed_capture():
         if torch.cuda.is_current_stream_capturing():
             raise OutOfOrder(
-                "kernels are loaded and memory is filled before a graph is captured, not in it; "
-                "make the object, or its first call, before the capture or in another stream"
+                "kernels cannot be loaded, and memory cannot be initialised, during a capture of "
+                "this stream; create the object, or make its first call, before the capture or in "
+                "another stream"
             )
         torch.cuda.mem_get_info()  # creates the context
         yield

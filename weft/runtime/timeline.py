@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines of profiled kernels: when each operation sent, waited for each peer and ended.
+"""Timelines of profiled kernels: the times of sends, of waits for each peer and of completion.
 
 Kernels compiled with `WEFT_PROFILE=1` record the last 32 rounds in the header
-(device/timeline.cuh). Reading does not synchronise: let the device finish first.
+(device/timeline.cuh). Reading does not synchronise; synchronise the device first.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Span:
         phase: Name of the operation.
         epoch: Epoch of the round.
         ctas: Number of CTAs.
-        start_ns: When the first CTA started.
-        sent_ns: When all rows were sent, before the first flag was stored.
-        published_ns: When all flags were stored.
-        end_ns: When the last CTA finished.
-        arrived_ns: When the flag of each rank was observed, by rank. CPU ranks poll the flags in
-            order, so a flag may have arrived earlier than it was observed.
+        start_ns: Start of the first CTA.
+        sent_ns: Time at which all rows were sent, before the first flag was stored.
+        published_ns: Time at which all flags were stored.
+        end_ns: End of the last CTA.
+        arrived_ns: Time at which the flag of each rank was observed. CPU ranks poll the flags in
+            order, so a flag may have arrived earlier.
     """
 
     rank: int
@@ -53,11 +53,11 @@ class Span:
 
     @property
     def received_ns(self) -> int:
-        """When the wait for the last rank ended; at least `published_ns`."""
+        """Time at which the wait for the last rank ended; at least `published_ns`."""
         return max(self.published_ns, *self.arrived_ns)
 
     def wait_time_ns(self, peer: int) -> int:
-        """Return how long this rank waited for `peer` after it had published its own flags."""
+        """Return the time that this rank waited for `peer` after publishing its own flags."""
         return max(0, self.arrived_ns[peer] - self.published_ns)
 
 
@@ -75,15 +75,17 @@ def read_timeline(heap: Heap, rank: int | None = None) -> list[Span]:
         InvalidArgument: the rank is out of range.
     """
     header = header_structs(heap.group.size).Header.from_buffer_copy(heap.header(rank))
-    spans = [_span(header.rank, header.ranks, line) for line in header.timelines if line.phase]
+    spans = [
+        _build_span(header.rank, header.ranks, line) for line in header.timelines if line.phase
+    ]
     return sorted(spans, key=lambda span: span.start_ns)
 
 
-def _span(rank: int, ranks: int, line: ctypes.Structure) -> Span:
-    """Return a line as a span; a stamp older than the start is stale and becomes 0."""
+def _build_span(rank: int, ranks: int, line: ctypes.Structure) -> Span:
+    """Convert a timeline of a header to a span."""
 
-    def reached(stamp: int) -> int:
-        return stamp if stamp >= line.start_ns else 0
+    def read_stamp(stamp: int) -> int:
+        return stamp if stamp >= line.start_ns else 0  # older stamps are of an earlier round
 
     return Span(
         rank=rank,
@@ -91,8 +93,8 @@ def _span(rank: int, ranks: int, line: ctypes.Structure) -> Span:
         epoch=line.epoch,
         ctas=line.ctas,
         start_ns=line.start_ns,
-        sent_ns=reached(line.sent_ns),
-        published_ns=reached(line.published_ns),
-        end_ns=reached(line.end_ns),
-        arrived_ns=tuple(reached(line.arrived_ns[peer]) for peer in range(ranks)),
+        sent_ns=read_stamp(line.sent_ns),
+        published_ns=read_stamp(line.published_ns),
+        end_ns=read_stamp(line.end_ns),
+        arrived_ns=tuple(read_stamp(line.arrived_ns[peer]) for peer in range(ranks)),
     )

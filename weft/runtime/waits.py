@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log calls that wait long for their peers: a rank that skips its first call is named after 5 s.
+"""Log messages about long waits, such as for a rank that skips its first call.
 
-One thread of the process polls once a second the header of each operator's own share, which kernels
-update while they wait. Calls have no overhead. An operator on GPUs, whose header has to be copied,
-is polled only until its first round has finished; later waits have a shorter deadline.
+A thread of the process polls the header of each operator's own share once a second, which kernels
+update while they wait. Calls have no overhead. An operator on GPUs, whose header must be copied, is
+polled only until its first round has finished, because later waits have a shorter timeout.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from weft.group.group import Group
 from weft.group.membership import Progress
 from weft.heap.header import EPOCH_MASK
 
-SAMPLE = 0.1  # seconds between two reads of a peer; a waiting peer updates its header every 16 us
-_JOIN = 2.0  # seconds that process exit waits for a poll in progress
+SAMPLE_SECONDS = 0.1  # between two reads of a peer; a waiting peer updates its header every 16 us
+_JOIN_SECONDS = 2.0  # timeout for the poll thread at process exit
 _log = logging.getLogger(__name__)
 
 
@@ -36,26 +36,28 @@ class WatchedOperator(Protocol):
     first_epoch: int
     timeouts: tuple[float, float]
 
-    def own_header(self) -> ctypes.Structure | None: ...
+    def read_own_header(self) -> ctypes.Structure | None: ...
     def finished_rounds(self) -> int: ...
     def progress(self, rank: int) -> Progress | None: ...
 
 
-class _Wait:
+class _PollState:
     """State of an operator at the last poll."""
 
     def __init__(self) -> None:
         self.waiting_ns = 0
         self.progress = b""
-        self.reminder: logs.WaitLogTimer | None = None
+        self.timer: logs.WaitLogTimer | None = None
 
 
-class Watcher:
-    """The operators of this process, and the thread that polls them while there are any."""
+class WaitWatcher:
+    """Operators of this process, and the thread that polls them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waits: weakref.WeakKeyDictionary[WatchedOperator, _Wait] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[WatchedOperator, _PollState] = (
+            weakref.WeakKeyDictionary()
+        )
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._stop = threading.Event()
@@ -65,9 +67,9 @@ class Watcher:
         """Poll an operator as long as it is alive."""
         with self._lock:
             if os.getpid() != self._process:  # a forked child inherits the list but not the thread
-                self._waits.clear()
+                self._states.clear()
                 self._process, self._thread = os.getpid(), None
-            self._waits[operator] = _Wait()
+            self._states[operator] = _PollState()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weft-waits", daemon=True)
                 self._thread.start()
@@ -76,42 +78,42 @@ class Watcher:
         self._stop.set()
         thread = self._thread
         if thread is not None and os.getpid() == self._process:
-            thread.join(_JOIN)
+            thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
         while not self._stop.wait(min(1.0, logs.FIRST_LOG_SECONDS / 5)):
-            for operator, wait in list(self._waits.items()):
+            for operator, state in list(self._states.items()):
                 try:
-                    keep = _poll(operator, wait)
-                except (WeftError, AttributeError):  # it was closed meanwhile, or its GPU failed
-                    keep = False
-                if not keep:
-                    self._waits.pop(operator, None)
+                    polls_again = _poll(operator, state)
+                except (WeftError, AttributeError):  # closed by another thread, or its GPU failed
+                    polls_again = False
+                if not polls_again:
+                    self._states.pop(operator, None)
                 del operator
             with self._lock:
-                if not self._waits:
+                if not self._states:
                     self._thread = None
                     return
 
 
-def _poll(operator: WatchedOperator, wait: _Wait) -> bool:
-    """Log a wait that is due, and return whether to poll this operator again."""
-    header = operator.own_header()
+def _poll(operator: WatchedOperator, state: _PollState) -> bool:
+    """Log a long wait of an operator, and return whether to poll the operator again."""
+    header = operator.read_own_header()
     if header is None:
         return False
     if operator.group.device.type == "cuda" and any(record.phase for record in header.ring):
         return False
-    kind: Any = type(header)
-    ring = kind.ring
+    header_type: Any = type(header)
+    epoch, ring = header_type.epoch, header_type.ring
     content = bytes(header)
-    progress = content[kind.epoch.offset :][:8] + content[ring.offset : ring.offset + ring.size]
-    if header.waiting_ns == wait.waiting_ns:  # no kernel is waiting
-        wait.reminder = None
-    elif wait.reminder is None or progress != wait.progress:
-        wait.reminder = logs.WaitLogTimer()
-    elif (waited := wait.reminder.due()) is not None:
+    progress = content[epoch.offset :][:8] + content[ring.offset : ring.offset + ring.size]
+    if header.waiting_ns == state.waiting_ns:  # no kernel is waiting
+        state.timer = None
+    elif state.timer is None or progress != state.progress:
+        state.timer = logs.WaitLogTimer()
+    elif (waited := state.timer.due()) is not None:
         _log_wait(operator, header, waited)
-    wait.waiting_ns, wait.progress = header.waiting_ns, progress
+    state.waiting_ns, state.progress = header.waiting_ns, progress
     return True
 
 
@@ -120,29 +122,29 @@ def _log_wait(operator: WatchedOperator, header: Any, waited: float) -> None:
     ranks = group.host_ranks[group.host]
     peers = [rank for rank in local.living if rank != local.rank]
     before = [operator.progress(rank) for rank in peers]
-    time.sleep(SAMPLE)
+    time.sleep(SAMPLE_SECONDS)
     after = [operator.progress(rank) for rank in peers]
-    outside = [
+    late_ranks = [
         rank
-        for rank, first, then in zip(peers, before, after, strict=True)
-        if first is None or then is None or first.wait_clock == then.wait_clock
+        for rank, earlier, later in zip(peers, before, after, strict=True)
+        if earlier is None or later is None or earlier.wait_clock == later.wait_clock
     ]
-    places = local.describe_activity(outside)
-    names = []
-    for rank in outside:
+    activities = local.describe_activity(late_ranks)
+    descriptions = []
+    for rank in late_ranks:
         pid = local.pid(rank)
         process = f" (pid {pid})" if pid else ""
-        names.append(f"rank {ranks[rank]}{process} {places[rank]}")
+        descriptions.append(f"rank {ranks[rank]}{process} {activities[rank]}")
     finished = operator.finished_rounds()
     started = (header.epoch - operator.first_epoch) & EPOCH_MASK
     call = "a call" if started == finished else "the second half of a round"
-    limit = operator.timeouts[1 if finished == 0 else 0]
+    timeout = operator.timeouts[1 if finished == 0 else 0]
     _log.warning(
-        "rank %d has waited %.0f s of at most %g s in %s of its %s, of which it has finished %d "
-        "rounds, for other ranks: %s",
-        *(group.rank, waited, limit, call, operator.kind, finished),
-        "; ".join(names) or "all of them wait in it, too",
+        "rank %d has waited %.0f s (timeout %g s) in %s of its %s, after %d finished rounds, for "
+        "other ranks: %s",
+        *(group.rank, waited, timeout, call, operator.kind, finished),
+        "; ".join(descriptions) or "all of them also wait in it",
     )
 
 
-WATCHER = Watcher()
+WAIT_WATCHER = WaitWatcher()

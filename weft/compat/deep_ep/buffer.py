@@ -34,8 +34,8 @@ from weft.fields import max_value
 from weft.group import Group
 from weft.lowlatency.config import MAX_EXPERTS, MAX_TOKENS
 from weft.lowlatency.operator import LowLatencyAllToAll
-from weft.runtime.library import untraced
-from weft.runtime.operator import call_all
+from weft.runtime.library import disable_tracing
+from weft.runtime.operator import run_all
 from weft.runtime.stream import is_capturing
 from weft.shape import MAX_RANKS, Shape
 
@@ -180,7 +180,7 @@ class Buffer:
             scale="fp32_col",
         ).shared
 
-    @untraced
+    @disable_tracing
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -247,7 +247,7 @@ class Buffer:
         )
         return numbers, counts, ticket, self._event(async_finish), hook
 
-    @untraced
+    @disable_tracing
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -297,7 +297,7 @@ class Buffer:
         )
         return result, self._event(async_finish), hook
 
-    @untraced
+    @disable_tracing
     def get_next_low_latency_combine_buffer(self, handle: Ticket) -> torch.Tensor:
         """Return a buffer `[local_experts, num_ranks * max tokens, hidden]`, bfloat16, for experts.
 
@@ -354,7 +354,7 @@ class Buffer:
         living = self._group.living
         return [int(rank not in living) for rank in range(self.group_size)]
 
-    @untraced
+    @disable_tracing
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -391,7 +391,7 @@ class Buffer:
         )
         return per_rank, None, per_expert, in_rank, self._event(async_finish)
 
-    @untraced
+    @disable_tracing
     def dispatch(
         self,
         x: Numbers,
@@ -490,7 +490,7 @@ class Buffer:
         event = self._event(async_finish)
         return _rows_and_scales(received), ids, weights, counts, handle, event
 
-    @untraced
+    @disable_tracing
     def combine(
         self,
         x: torch.Tensor,
@@ -542,7 +542,7 @@ class Buffer:
     def check(self) -> None:
         """Raise errors recorded by the device; call it after a synchronization. Not in deep_ep."""
         self._check_open()
-        call_all(self._low_latency.check, self._normal.check)
+        run_all(self._low_latency.check, self._normal.check)
 
     def destroy(self) -> None:
         """Free all memory after this rank's own work has finished. Idempotent."""
@@ -550,7 +550,7 @@ class Buffer:
             return
         self._destroyed = True
         close_group = [self._group.close] if self._owns_group else []
-        call_all(self._low_latency.close, self._normal.close, *close_group)
+        run_all(self._low_latency.close, self._normal.close, *close_group)
 
     def _check_call(
         self, async_finish: bool, allocate_on_comm_stream: bool, config: Config | None = None

@@ -16,9 +16,9 @@ from weft.group import Group
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.reference import unpack_scales
 from weft.lowlatency.results import Handle
-from weft.runtime.ambient import plain_tensors
+from weft.runtime.ambient import disable_inference_mode
 from weft.runtime.check import check_tensor
-from weft.runtime.operator import call_all
+from weft.runtime.operator import run_all
 
 # Names of weft's arguments in deep_ep's calls.
 DISPATCHED = {"topk_ids": "topk_idx"}
@@ -132,20 +132,20 @@ class LowLatencyMode:
         key = (ticket.sizes, ticket.handle.slot)
         if key not in self._inputs:
             size, device = slot.x.shape, slot.x.device
-            with plain_tensors():
+            with disable_inference_mode():
                 self._inputs[key] = torch.zeros(size, dtype=torch.bfloat16, device=device)
         return self._inputs[key]
 
     def check(self) -> None:
         """Raise errors recorded by the device."""
-        call_all(*(exchange.check for exchange in self._exchanges.values()))
+        run_all(*(exchange.check for exchange in self._exchanges.values()))
 
     def close(self) -> None:
         """Free all memory. Local."""
         closes = [exchange.close for exchange in self._exchanges.values()]
         self._exchanges.clear()
         self._inputs.clear()
-        call_all(*closes)
+        run_all(*closes)
 
     def _exchange(self, sizes: Sizes) -> LowLatencyAllToAll:
         if sizes not in self._exchanges:

@@ -29,7 +29,7 @@ from weft.moe.experts.checkpoint import MAX_LAYER, Part, open_layer
 from weft.moe.experts.modules import Expert
 from weft.moe.experts.quantize import expand_scales, mxfp4_to_fp8, quantize_blocks, to_fp8
 from weft.moe.models import MoEConfig
-from weft.runtime.ambient import without_autocast
+from weft.runtime.ambient import disable_autocast
 from weft.runtime.check import check_tensor
 from weft.shape import FP8_BLOCK
 
@@ -65,7 +65,7 @@ class ExpertWeights:
         fields = (getattr(self, field.name) for field in dataclass_fields(self))
         return tuple(tensor for tensor in fields if tensor is not None)
 
-    @without_autocast
+    @disable_autocast
     def to_fp8(self) -> ExpertWeights:
         """Return the same experts in FP8 with one scale for each 128 x 128 block.
 
@@ -74,7 +74,7 @@ class ExpertWeights:
         """
         return self._convert(quantize_blocks)
 
-    @without_autocast
+    @disable_autocast
     def to_mxfp4(self) -> ExpertWeights:
         """Return the same experts in MXFP4, packed for `grouped_gemm`.
 
@@ -98,7 +98,7 @@ class ExpertWeights:
         )
 
     @classmethod
-    @without_autocast
+    @disable_autocast
     def stack(
         cls,
         config: MoEConfig,
@@ -135,7 +135,7 @@ class ExpertWeights:
         return cls(**stacked)
 
     @classmethod
-    @without_autocast
+    @disable_autocast
     def from_safetensors(
         cls,
         folder: Path | str,
@@ -201,7 +201,7 @@ class ExpertWeights:
         return weights
 
     @classmethod
-    @without_autocast
+    @disable_autocast
     def from_mxfp4(
         cls,
         config: MoEConfig,

@@ -48,7 +48,7 @@ from weft.moe.routing.router import (
     route_checked,
 )
 from weft.runtime import library
-from weft.runtime.ambient import in_relaxed_mode, plain_tensors, without_autocast
+from weft.runtime.ambient import allow_during_capture, disable_autocast, disable_inference_mode
 from weft.runtime.check import check_group, check_no_overlap, check_tensor
 from weft.runtime.identity import MAX_ROUNDS
 from weft.runtime.stream import is_capturing, synchronize_device
@@ -106,7 +106,7 @@ class MoE:
     _closed = False
     _placement: LayerPlacement
 
-    @in_relaxed_mode
+    @allow_during_capture
     def __init__(
         self,
         group: Group,
@@ -180,7 +180,7 @@ class MoE:
         sibling.workspace = self.workspace
         if replicas is None:
             replicas = self._placement.replicas
-        with relaxed_capture(self.exchange.group.device), plain_tensors():
+        with relaxed_capture(self.exchange.group.device), disable_inference_mode():
             sibling._load(weights, shared, correction, replicas)
         return sibling
 
@@ -250,7 +250,7 @@ class MoE:
         """Return the mode and overlap of the layer, and the rule by which "auto" selects them."""
         return self.workspace.choice
 
-    @without_autocast
+    @disable_autocast
     def __call__(
         self,
         x: torch.Tensor,
@@ -383,7 +383,7 @@ class MoE:
             ids, weights, num_tokens, self._placement.table, self.exchange.rank
         )
 
-    @without_autocast
+    @disable_autocast
     def experts(self, received: Received | ExpertRows) -> torch.Tensor | None:
         """Run this rank's experts on the rows that a dispatch of `exchange` returned.
 
@@ -465,7 +465,7 @@ class MoE:
             self.workspace.close()
             return
         synchronize_device(self.exchange.group.device)
-        pending = self.exchange.pending_error()
+        pending = self.exchange.get_pending_error()
         if pending is not None:
             raise pending
 
@@ -532,7 +532,7 @@ class MoE:
         names = (f.name for f in fields(ExpertWeights))
         trained = (n for n in names if getattr(getattr(self._weights, n), "requires_grad", False))
         self._trained_field = next(trained, "")  # the first field that requires a gradient
-        self._number = self.exchange.next_layer()  # identifies the layer to other ranks
+        self._number = self.exchange.allocate_layer_number()  # identifies the layer to other ranks
         self.order_tensor = library.get_order_tensor(device)
         self.library_handle = library.register(self, self.workspace.sizes())
         self.workspace.layers.add(self)

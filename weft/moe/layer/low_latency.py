@@ -42,7 +42,7 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         if out is not None:
-            self.exchange.check_outside("out", out)
+            self.exchange.check_not_symmetric("out", out)
         ids = routed.ids
         sent, scale = self._prepare_rows(x, routed.weights)
         self._tokens = len(x)

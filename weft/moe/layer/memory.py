@@ -18,7 +18,7 @@ from weft.moe.layer.low_latency import uses_packed_rows
 from weft.moe.layer.throughput import select_layout
 from weft.moe.layer.workspace import make_experts
 from weft.moe.models import MoEConfig
-from weft.runtime.layout import Memory, size_function
+from weft.runtime.layout import Memory, build_size_function
 from weft.shape import MAX_RANKS
 
 
@@ -37,7 +37,7 @@ def _memory(query: MemoryQuery) -> Memory:
     return max(sizes, key=lambda memory: memory.total)
 
 
-memory_bytes = size_function(
+memory_bytes = build_size_function(
     MemoryQuery,
     _memory,
     """Return the bytes that a workspace will allocate on the rank with the most experts.

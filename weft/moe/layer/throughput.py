@@ -40,7 +40,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
     ) -> torch.Tensor:
         exchange, experts = self.exchange, self.experts
         if out is not None:
-            exchange.check_outside("out", out)  # before anything is sent, unlike in combine
+            exchange.check_not_symmetric("out", out)  # before anything is sent, unlike in combine
         sent, scale = self._prepare_rows(x, routed.weights)
         self._tokens = len(x)
         self._mark_side_stream(shared)

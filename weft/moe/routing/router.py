@@ -33,7 +33,7 @@ from weft.moe.routing.kernels import (
     RouteArgs,
 )
 from weft.placement import MAX_EP_SIZE, NO_SUCH_EXPERT
-from weft.runtime.ambient import without_autocast
+from weft.runtime.ambient import disable_autocast
 from weft.runtime.check import check_dense, check_gradient, check_tensor, raise_not_tensor
 from weft.shape import Shape
 
@@ -148,7 +148,7 @@ class Routing:
             )
 
 
-@without_autocast
+@disable_autocast
 def route(
     routing: Routing,
     logits: torch.Tensor,
@@ -255,7 +255,7 @@ def route_in_torch(
     return Routed(ids, weights.contiguous())
 
 
-@without_autocast
+@disable_autocast
 def weigh(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
     """Return the weights of `route` for given experts, with the ids in the form for dispatch.
 
@@ -293,7 +293,7 @@ def _has_kernel(routing: Routing, logits: torch.Tensor) -> bool:
     )
 
 
-@without_autocast
+@disable_autocast
 def router_logits(
     x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -414,7 +414,7 @@ def check_route(
     _check_count(num_tokens, logits.device)
 
 
-@without_autocast
+@disable_autocast
 def normalize_topk(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,

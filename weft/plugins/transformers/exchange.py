@@ -14,7 +14,7 @@ from weft.alltoall.operator import AllToAll
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.plugins.settings import first_timeout
-from weft.runtime.operator import call_all
+from weft.runtime.operator import run_all
 
 Operator = TypeVar("Operator", AllReduce, AllToAll)
 
@@ -73,7 +73,7 @@ class Exchange:
         self._closed = True
         closes = [operator.close for operator in self._operators.values()]
         self._operators.clear()
-        call_all(*closes, self.group.close)
+        run_all(*closes, self.group.close)
 
     def leave(self, error: BaseException) -> None:
         """Close because of `error`, and send it to peers that wait for this rank."""
