@@ -49,5 +49,5 @@ def test_layers_match_the_reference(group: weft.Group) -> None:
 def test_replicas_are_refused(group: weft.Group) -> None:
     case = Case(CONFIGS["softmax"], tokens=(1, 1))
     replicas = balance(torch.ones(8), ranks=2, replicas=2)
-    with pytest.raises(InvalidArgument, match="replicas are given in a group of 2 hosts"):
+    with pytest.raises(InvalidArgument, match="replicas were passed for a group of 2 hosts"):
         case.open(group, replicas=replicas)

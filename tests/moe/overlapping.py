@@ -57,17 +57,17 @@ class Poisoned:
         size = (shape.returned_rows * shape.returned_bytes,)
         self.returned = a2a.heap.tensor(size, torch.uint8, offset=offset)
         self.buffers = self.mlp.buffers
-        up = self.mlp.up
+        run_gate_up = self.mlp.run_gate_up
 
         def spoil(
             weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
         ) -> None:
-            up(weights, rows, tokens=tokens, early=early)
+            run_gate_up(weights, rows, tokens=tokens, early=early)
             if self.on:
                 for tensor in spoiled:
                     tensor.fill_(0xFF)
 
-        vars(self.mlp)["up"] = spoil
+        vars(self.mlp)["run_gate_up"] = spoil
 
     def begin(self) -> None:
         """Overwrite what the last round left: peers push rows back after this rank's dispatch."""
@@ -278,9 +278,9 @@ def run_odd_rounds(
         block = 16
         for poison in layers.poisons.values():
             if isinstance(poison.mlp, GroupedExperts):
-                poison.mlp._rows_of_an_expert = lambda tokens: rows  # type: ignore[method-assign]
+                poison.mlp._compute_rows_per_expert = lambda tokens: rows  # type: ignore[method-assign]
                 block = getattr(
-                    poison.mlp._plans_for(4, poison.mlp._act.dtype).down, "block_m", block
+                    poison.mlp._get_plans(4, poison.mlp._act.dtype).down, "block_m", block
                 )
                 poison.mlp._plans.clear()
         if group.device.type == "cuda":

@@ -178,7 +178,9 @@ def test_blocks_at_the_edge(tmp_path):
         tensors[key], tensors[f"{key}_scale_inv"] = packed, scales.bfloat16()
     expected = packed.float() * scales.bfloat16().float().repeat_interleave(128, 0)[:200]
     folder = save(tmp_path, tensors)
-    with pytest.raises(InvalidArgument, match="no whole blocks of 128, so other blocks"):
+    with pytest.raises(
+        InvalidArgument, match="not multiples of 128, so the block size is ambiguous"
+    ):
         read(folder, 0, config=config)
     declare(folder, {"quant_method": "fp8", "weight_block_size": [128, 128]})
     assert torch.equal(read(folder, 0, config=config).down[0], expected.bfloat16())
@@ -239,7 +241,9 @@ def test_mxfp4_of_other_sizes_is_zero_padded(tmp_path):
     holds(read(folder, 1, config=small), one, packed=False)
     with pytest.raises(InvalidArgument, match="fp8 is True for intermediate 96 and hidden 160"):
         read(folder, 1, config=small, fp8=True)
-    with pytest.raises(InvalidArgument, match=r"\[4, 192, 5, 16\]; the config wants \[4, 256, 12"):
+    with pytest.raises(
+        InvalidArgument, match=r"\[4, 192, 5, 16\]; the config expects \[4, 256, 12"
+    ):
         read(folder, 1, config=replace(small, hidden=384, intermediate=128), fp8=True)
     packed = read(folder, 1, config=replace(small, hidden=256, intermediate=128), fp8=True)
     holds(packed, padded_with_zeros(one, False), packed=True)
@@ -538,16 +542,16 @@ E4M3, ONE_OF_THEM = torch.float8_e4m3fn, "a matrix has one of them"
 WRONG: list[tuple[Callable[[], Tensors], Change, str]] = [
     (separate, lambda t: t.pop(f"{NAME}.{UP}"),
      rf"no tensor {NAME}.{UP}; {NAME}.* are 1.down_proj.weight, 1.gate_proj.weight"),
-    (separate, put(UP, 64, 256), r"\[64, 256\]; the config wants \[128, 256\]: take MoEConfig"),
+    (separate, put(UP, 64, 256), r"\[64, 256\]; the config expects \[128, 256\]: use MoEConfig"),
     (separate, put(UP, 128, 256, dtype=torch.int16),
      "up_proj.weight as I16; weft reads it as F32, BF16, F16, F8_E4M3, U8, I8"),
     (separate, put(UP, 128, 256, dtype=E4M3),
-     "no tensor .*1.up_proj.weight_scale_inv; weights need scales: FP8 for each 128"),
-    (separate, put("gate_up_proj_bias", 4, 256), "have biases, the config has biased=False"),
+     "no tensor .*1.up_proj.weight_scale_inv; weights need scales: FP8 one per 128"),
+    (separate, put("gate_up_proj_bias", 4, 256), "have biases, but the config has biased=False"),
     (separate, in_mxfp4((4,), (4,)),
-     r"gate_up_proj_blocks \[4\]; the config wants \[4, 256, 8, 16\]"),
+     r"gate_up_proj_blocks \[4\]; the config expects \[4, 256, 8, 16\]"),
     (separate, in_mxfp4((4, 256, 8, 16), (4, 256, 4, 16)),
-     "no tensor .*gate_up_proj_scales; MXFP4 weights need a scale for each 32 of a row"),
+     "no tensor .*gate_up_proj_scales; MXFP4 weights need one scale per 32 columns"),
     (separate, lambda t: t.update({f"other.{NAME}.0.up_proj.weight": torch.ones(1)}),
      "experts of layer 3 under the prefixes 'model' and 'other.model': pass one .* prefix="),
     (separate, of_layer_7, "layer is 3; .*model.safetensors has no .*, layers 7..7 have some"),
@@ -558,7 +562,7 @@ WRONG: list[tuple[Callable[[], Tensors], Change, str]] = [
       for value in (float("nan"), float("inf"), -1.0)),
     # Tensors that would be left unread.
     (int4, put("0.up_proj.weight_zero_point", 1), "weight_zero_point, which weft does not read"),
-    (separate, put("0.up_proj.weight_scale", 1, 1), "beside plain weights"),
+    (separate, put("0.up_proj.weight_scale", 1, 1), "beside unquantised weights"),
     (in_fp8, put("0.up_proj.weight_scale", 1, 1), ONE_OF_THEM),
     (int4, put("0.up_proj.weight", 128, 256), ONE_OF_THEM),
     (separate, put("0.up_proj.bias", 128), "up_proj.bias, which weft does not read"),
@@ -585,7 +589,7 @@ def test_invalid_declarations_are_refused(tmp_path):
     with pytest.raises(InvalidArgument, match="says that these experts are plain"):
         read(tmp_path, 0)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(InvalidArgument, match="have no biases, the config has biased=True"):
+    with pytest.raises(InvalidArgument, match="have no biases, but the config has biased=True"):
         read(save(tmp_path, separate()), 0, config=BIASED)
 
 
@@ -647,7 +651,7 @@ def test_invalid_files_are_refused(tmp_path, monkeypatch):
         (tmp_path / "model.safetensors.index.json").write_text(text)
         refuses("cannot read the checkpoint's index")
     index("\ud800.safetensors")
-    refuses("index.json names a file whose name is no text")
+    refuses("index.json names a file with an invalid name")
     (tmp_path.parent / "b.safetensors").write_bytes(b"")
     for outside in ("../b.safetensors", "/etc/b.safetensors", "a/../../b.safetensors", "m.bin", 7):
         index(outside)

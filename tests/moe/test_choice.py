@@ -25,8 +25,8 @@ ALL = [(mode, overlap) for mode in MODES for overlap in OVERLAPS]
     [("throughput", 4, 1024), ("low_latency", 4, 512), ("throughput", 1, 256)],
 )
 def test_rows_are_pushed_up_to_a_size(mode, ranks, most):
-    def at(max_tokens: int, serving: list[tuple[str, str]] = ALL) -> str:
-        return choose_overlap(serving, mode, max_tokens=max_tokens, ranks=ranks)[0]
+    def at(max_tokens: int, supported: list[tuple[str, str]] = ALL) -> str:
+        return choose_overlap(supported, mode, max_tokens=max_tokens, num_ranks=ranks)[0]
 
     assert (at(1), at(most), at(most + 1)) == ("gemm_push", "gemm_push", "shared_expert")
     bare = [(mode, "none"), (mode, "gemm_push")]
@@ -85,4 +85,4 @@ def test_options_of_any_rank_narrow_the_choice(ranks, one, other, overlap):
     first, second = ranks(2, "threads")(explained, [one, other])
     assert first == second
     assert (first.overlap, first.auto) == (one.get("overlap", overlap), overlap)
-    assert first.text.startswith("none, as asked. auto: ") == ("overlap" in one)
+    assert first.text.startswith("none, as requested. auto: ") == ("overlap" in one)

@@ -262,7 +262,7 @@ def test_invalid_config_files_are_refused(tmp_path):
     with pytest.raises(InvalidArgument, match="cannot read the model's config .*config.json"):
         MoEConfig.from_hf(tmp_path)
     file = tmp_path / "config.json"
-    for text, words in (("{", "cannot read the model's config"), ("[1]", "holds .1.; it must be")):
+    for text, words in (("{", "cannot read the model's config"), ("[1]", "is .1.; it must be")):
         file.write_text(text)
         with pytest.raises(InvalidArgument, match=words):
             MoEConfig.from_hf(file)

@@ -329,7 +329,7 @@ def by_hand(group: weft.Group, overlap: str) -> None:
             experts = layer.workspace.experts
             assert isinstance(experts, GroupedExperts)
             with pytest.raises(InvalidArgument, match="has no buffer for results"):
-                experts.down(layer._weights)
+                experts.run_down(layer._weights)
             assert experts.buffers[-1].numel() == 0
             with pytest.raises(InvalidArgument, match="rows are stored at their owners"):
                 exchange.combine(torch.empty(rows.x.shape).to(x), ids, weights, rows.handle)

@@ -29,15 +29,19 @@ CASE = Case(CONFIGS["deepseek"], tokens=(4, 6))
 PLAIN = CONFIGS["softmax"]
 LOW = {"mode": "low_latency"}
 WRONG: list[tuple[MoEConfig, dict[str, Any], str]] = [
-    (PLAIN, {"overlap": "shared_expert"}, "there is nothing to overlap"),
-    (PLAIN, {**LOW, "overlap": "shared_expert"}, "there is nothing to overlap"),
+    (PLAIN, {"overlap": "shared_expert"}, "without a shared expert"),
+    (PLAIN, {**LOW, "overlap": "shared_expert"}, "without a shared expert"),
     (PLAIN, {"overlap": "gemm_push", "gemm": "torch"}, "use gemm='grouped'"),
-    (PLAIN, {"overlap": "gemm_push", "combine_dtype": "fp8"}, "leave combine_dtype out"),
+    (
+        PLAIN,
+        {"overlap": "gemm_push", "combine_dtype": "fp8"},
+        "stores rows in the layer's dtype: leave it out",
+    ),
     (PLAIN, {**LOW, "max_rows": 64}, "leave it out"),
     (PLAIN, {**LOW, "quantize": "mxfp8"}, "use 'fp8' or None"),
     (PLAIN, {"gemm": "grouped", "quantize": "fp8"}, "needs FP8 weights"),
-    (PAIRS, {"fp8": True, "gemm": "torch"}, "has no FP8 weights"),
-    (PAIRS, {"fp8": True, "quantize": "mxfp8"}, "takes FP8 rows"),
+    (PAIRS, {"fp8": True, "gemm": "torch"}, "does not support FP8 weights"),
+    (PAIRS, {"fp8": True, "quantize": "mxfp8"}, "needs FP8 rows"),
     (replace(PLAIN, hidden=12), {}, "multiples of 16 bytes"),
     (replace(PLAIN, hidden=72), LOW, "hidden"),
 ]
@@ -65,12 +69,12 @@ def pass_invalid_parts(group: weft.Group, options: dict[str, Any]) -> None:
     good = CASE.weights(range(4), device)
     own: dict[str, Any] = {"shared": CASE.shared(device), "correction": CASE.correction(device)}
     biased = CASE.next(config=CONFIGS["gpt-oss"]).weights(range(4), device)
-    unasked = "correction is None, but this routing was made with correction=True"
+    unasked = "correction is None, but this routing has correction=True"
     for weights, changes, words in (
-        (replace(good, gate_up=good.gate_up[1:]), {}, "gate_up has 3 experts, and this rank has 4"),
+        (replace(good, gate_up=good.gate_up[1:]), {}, "gate_up has 3 experts, but this rank has 4"),
         (replace(good, down=good.down.float()), {}, "down has dtype torch.float32"),
         (biased, {}, "the config has biased=False"),
-        (good, {"shared": None}, "shared is None, the config has shared=48"),
+        (good, {"shared": None}, "shared is None, but the config has shared=48"),
         (good, {"correction": None}, unasked),
         (good, {"correction": torch.zeros(3, device=device)}, "correction has shape [3]"),
     ):
@@ -129,7 +133,7 @@ def make_invalid_calls(group: weft.Group, name: str, options: dict[str, Any]) ->
             peers = layer.exchange.output()[0, : len(x)]
             with pytest.raises(InvalidArgument, match="out is in the symmetric memory"):
                 layer(x, logits, out=peers)
-        with pytest.raises(TokenOverflow, match="takes max_tokens=6: pass rows="):
+        with pytest.raises(TokenOverflow, match="exceeds max_tokens=6 of one round: pass rows="):
             layer(many, torch.zeros(7, EXPERTS, device=x.device))
         case.check(layer(x, logits), case.expected(layer, x, logits))
         settle(group)
@@ -212,12 +216,12 @@ def closed(group: weft.Group, options: dict[str, Any]) -> None:
     layer.close()
     layer.close()
     other.check()  # the workspace goes with the last of its layers
-    with pytest.raises(OutOfOrder, match="was closed"):
+    with pytest.raises(OutOfOrder, match="is closed"):
         layer.check()
     other.close()
     for late in (layer, other):
         for use in (lambda: late(x, logits), late.check, lambda: late.experts(received)):  # noqa: B023
-            with pytest.raises(OutOfOrder, match="was closed"):
+            with pytest.raises(OutOfOrder, match="is closed"):
                 use()
 
 

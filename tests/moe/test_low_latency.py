@@ -14,7 +14,7 @@ from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case
 from tests.moe.test_layer import PAIRS
 from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config
-from weft.moe.layer.config import choose_gemm, pushes_in_place
+from weft.moe.layer.config import choose_gemm, supports_flag_in_data
 
 LOW = {"mode": "low_latency"}
 
@@ -92,5 +92,5 @@ def test_which_gemms_store_rows_with_flag_in_data(monkeypatch, hopper, config, f
     monkeypatch.setattr(gemm_config, "is_hopper", lambda _: hopper)
     for experts in (1, 8):
         gpu = torch.device("cuda", 0)
-        assert pushes_in_place(config, experts, fp8=fp8, device=gpu) == able
-        assert pushes_in_place(config, experts, fp8=fp8, device=torch.device("cpu"))
+        assert supports_flag_in_data(config, experts, fp8=fp8, device=gpu) == able
+        assert supports_flag_in_data(config, experts, fp8=fp8, device=torch.device("cpu"))

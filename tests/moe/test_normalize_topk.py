@@ -104,7 +104,7 @@ def test_the_kernel_on_a_cpu():
             entries=ids.numel(),
             top_k=TOP_K,
             ids_bytes=ids.itemsize,
-            number=DTYPES[weights.dtype],
+            dtype=DTYPES[weights.dtype],
             experts=0 if replicas is None else len(replicas),
             width=0 if replicas is None else replicas.shape[1],
             rank=options.get("rank", 0),

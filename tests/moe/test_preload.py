@@ -100,12 +100,12 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
             layer = grouped_experts.GroupedExperts(
                 config, rows, experts, max_tokens=most, **options
             )
-            layer.prepare(weights)
+            layer.load_kernels(weights)
             for hint in (hint for hint in HINTS if hint <= most):
-                layer.up(weights, grouped, tokens=hint)
+                layer.run_gate_up(weights, grouped, tokens=hint)
                 if not pushes:
-                    layer.down(weights)
-                layer.push(weights)
+                    layer.run_down(weights)
+                layer.run_push(weights)
             assert used <= loaded
             heights = {kind.plan.block_m for kind in loaded}
             assert heights == {kind.plan.block_m for kind in used}, "none is loaded in vain"

@@ -16,8 +16,8 @@ from tests.emulator.machine_code import frames
 from weft.errors import OutOfOrder
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 from weft.moe import MODELS, Routed, Routing, route
-from weft.moe.routing.kernels import NORMALIZE, ROUTE, ROUTE_THREADS, TOKENS
-from weft.moe.routing.router import Score, route_args, route_in_torch
+from weft.moe.routing.kernels import NORMALIZE, ROUTE, ROUTE_THREADS, TOKENS_PER_CTA
+from weft.moe.routing.router import Score, build_route_args, route_in_torch
 
 RULES = {name: config.routing for name, config in MODELS.items()} | {
     "odd sizes": Routing(61, 9, renormalise=False, scale=2.5),
@@ -170,8 +170,8 @@ def test_the_emulated_kernel_chooses_and_weighs_as_torch(kernels, name):
     ) -> Routed:
         ids = torch.full((len(logits), routing.top_k), -77, dtype=torch.int32)
         weights = torch.full(ids.shape, -77.0)
-        args = route_args(logits, correction, num_tokens, routing.scale, ids, weights)
-        kernels.launch(kernel, args, -(-len(logits) // TOKENS), ROUTE_THREADS)
+        args = build_route_args(logits, correction, num_tokens, routing.scale, ids, weights)
+        kernels.launch(kernel, args, -(-len(logits) // TOKENS_PER_CTA), ROUTE_THREADS)
         return Routed(ids, weights)
 
     hold_to_torch(run, RULES[name], ROWS, "cpu")

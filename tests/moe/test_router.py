@@ -170,7 +170,7 @@ def test_invalid_arguments_of_route_and_weigh_are_refused():
     plain, biased = Routing(8, 2), Routing(8, 2, score="sigmoid", correction=True)
     good, bias = torch.zeros(3, 8), torch.zeros(8)
     refused: list[tuple[Routing, dict[str, Any], str]] = [
-        (biased, {}, "correction is None, but this routing was made with correction=True"),
+        (biased, {}, "correction is None, but this routing has correction=True"),
         (plain, {"correction": bias}, "correction=False: leave it out"),
         (biased, {"correction": bias[1:]}, "correction has shape"),
     ]

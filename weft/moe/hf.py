@@ -26,9 +26,9 @@ DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-Layer = dict[str, Any]
+LayerKwargs = dict[str, Any]
 # Fields that affect routing or gating, with their neutral values. Each family reads the fields that
-# its layers use. If a config has another of these fields with any other value, it is refused.
+# its layers use. A config that has another of these fields with any other value is rejected.
 SEMANTIC_FIELDS: Mapping[str, tuple[object, ...]] = {
     "scoring_func": (),
     "moe_router_activation_func": (),
@@ -50,15 +50,15 @@ SEMANTIC_FIELDS: Mapping[str, tuple[object, ...]] = {
     "swiglu_limit": (),
     "swiglu_alpha": (),
 }
-SEMANTIC_IF_FALSE = ("norm_topk_prob", "moe_renormalize")
+SEMANTIC_WHEN_FALSE = ("norm_topk_prob", "moe_renormalize")
 
 
-class Fields:
-    """Checked access to a config's fields, which records the fields that were read.
+class ConfigFields:
+    """Typed access to a config's fields that records which of them were read.
 
     Args:
         where: Name of the config in errors.
-        family: Its model_type.
+        family: The config's model_type.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str, family: str) -> None:
@@ -80,11 +80,11 @@ class Fields:
             f"{self._family!r} needs: add it"
         )
 
-    def size(self, *names: str, least: int = 1) -> int:
+    def get_int(self, *names: str, least: int = 1) -> int:
         """Return an integer field."""
         return check_int(self._label(names[0]), self.get(*names), least)
 
-    def real(self, name: str, default: float | None = None) -> float:
+    def get_float(self, name: str, default: float | None = None) -> float:
         """Return a numeric field, or `default` if it is missing."""
         missing = default is not None and self._value(name) is None
         return check_float(self._label(name), default if missing else self.get(name))
@@ -93,19 +93,19 @@ class Fields:
         """Whether the field is present."""
         return self._value(name) is not None
 
-    def flag(self, *names: str) -> bool:
+    def get_bool(self, *names: str) -> bool:
         """Return a boolean field."""
         value = self.get(*names)
         check_bools(**{self._label(names[0]): value})
         return bool(value)
 
-    def choice(self, name: str, *allowed: str) -> str:
+    def get_choice(self, name: str, *allowed: str) -> str:
         """Return a field that must have one of the allowed values."""
         value = self.get(name)
         if value not in allowed:
             raise InvalidArgument(
-                f"{self._label(name)} is {format_value(value)}; weft serves model_type "
-                f"{self._family!r} with {format_choices(allowed)} only"
+                f"{self._label(name)} is {format_value(value)}; for model_type "
+                f"{self._family!r} weft supports only {format_choices(allowed)}"
             )
         return str(value)
 
@@ -114,36 +114,38 @@ class Fields:
 
         0, False and null count as missing.
         """
-        for name, only in expected.items():
+        for name, allowed in expected.items():
             value = self._value(name)
-            if value and value != only:
-                self._refuse(name, value, "without it" if only is None else f"with {only!r}")
+            if value and value != allowed:
+                self._raise_unsupported(
+                    name, value, "without it" if allowed is None else f"with {allowed!r}"
+                )
 
-    def leave(self, *names: str) -> None:
-        """Accept fields that only the engine uses."""
+    def ignore(self, *names: str) -> None:
+        """Mark fields as read that only the engine uses."""
         self._read.update(names)
 
-    def refuse_unread(self) -> None:
+    def check_unread(self) -> None:
         """Raise InvalidArgument for an unread field of SEMANTIC_FIELDS without a neutral value."""
         for name, neutral in SEMANTIC_FIELDS.items():
             value = self._values.get(name)
-            present = value is False if name in SEMANTIC_IF_FALSE else bool(value)
+            present = value is False if name in SEMANTIC_WHEN_FALSE else bool(value)
             if name not in self._read and present and value not in neutral:
                 condition = f"with {neutral[0]!r}" if neutral else "without it"
-                self._refuse(name, value, condition)
+                self._raise_unsupported(name, value, condition)
 
-    def _refuse(self, name: str, value: object, condition: str) -> NoReturn:
+    def _raise_unsupported(self, name: str, value: object, condition: str) -> NoReturn:
         raise InvalidArgument(
-            f"{self._label(name)} is {format_value(value)}; weft serves model_type "
-            f"{self._family!r} {condition} only: write a MoEConfig by hand for another rule"
+            f"{self._label(name)} is {format_value(value)}; weft supports model_type "
+            f"{self._family!r} only {condition}: write a MoEConfig by hand for other values"
         )
 
     def _label(self, name: str) -> str:
         return f"{name} in {self._where}"
 
 
-def parse_config(config: object) -> Layer:
-    """Return the arguments of `MoEConfig` from a model's config; gating as a dict of its fields."""
+def parse_config(config: object) -> LayerKwargs:
+    """Return the arguments of `MoEConfig` for a model's config, with gating as a dict."""
     values, where = _read_config(config)
     outer = values
     if isinstance(inner := values.get("text_config"), Mapping):
@@ -152,11 +154,11 @@ def parse_config(config: object) -> Layer:
     family = values.get("model_type", outer.get("model_type"))
     if not isinstance(family, str) or family not in FAMILIES:
         raise InvalidArgument(
-            f"model_type in {where} is {format_value(family)}; weft knows the MoE layers of "
-            f"{format_choices(FAMILIES)}: write a MoEConfig for others by hand"
+            f"model_type in {where} is {format_value(family)}; weft supports the MoE layers of "
+            f"{format_choices(FAMILIES)}: for other models, write a MoEConfig by hand"
         )
-    fields = Fields(values, where, family)
-    if family not in OWN_ACTIVATION:
+    fields = ConfigFields(values, where, family)
+    if family not in NON_SILU_FAMILIES:
         fields.require(hidden_act="silu")
     candidates = (c.get(key) for c in (values, outer) for key in ("dtype", "torch_dtype"))
     dtype_name = next((name for name in candidates if name is not None), "bfloat16")
@@ -166,8 +168,8 @@ def parse_config(config: object) -> Layer:
             f"dtype in {where} is {format_value(dtype_name)}; choose one of "
             f"{format_choices(DTYPES)}"
         )
-    layer = {"hidden": fields.size("hidden_size"), "dtype": dtype} | FAMILIES[family](fields)
-    fields.refuse_unread()
+    layer = {"hidden": fields.get_int("hidden_size"), "dtype": dtype} | FAMILIES[family](fields)
+    fields.check_unread()
     return layer
 
 
@@ -181,7 +183,7 @@ def _read_config(config: object) -> tuple[Mapping[str, Any], str]:
         values = read_json(path, "the model's config")
         if not isinstance(values, dict):
             raise InvalidArgument(
-                f"config {path} holds {format_value(values)}; it must be a JSON object"
+                f"config {path} is {format_value(values)}; it must be a JSON object"
             )
         return values, str(path)
     # A transformers config, without importing transformers.
@@ -194,160 +196,163 @@ def _read_config(config: object) -> tuple[Mapping[str, Any], str]:
     return values, type(config).__name__
 
 
-def _deepseek(fields: Fields, score: Score, *, grouped: bool) -> Layer:
+def _parse_deepseek(fields: ConfigFields, score: Score, *, grouped: bool) -> LayerKwargs:
     """Return a layer with shared experts and a score correction; `grouped`: with expert groups."""
     fields.require(scoring_func=score, topk_method="noaux_tc")
-    intermediate = fields.size("moe_intermediate_size")
+    intermediate = fields.get_int("moe_intermediate_size")
     return {
         "intermediate": intermediate,
-        "shared": intermediate * fields.size("n_shared_experts", least=0),
+        "shared": intermediate * fields.get_int("n_shared_experts", least=0),
         "routing": Routing(
-            num_experts=fields.size("n_routed_experts", "num_local_experts"),
-            top_k=fields.size("num_experts_per_tok"),
+            num_experts=fields.get_int("n_routed_experts", "num_local_experts"),
+            top_k=fields.get_int("num_experts_per_tok"),
             score=score,
-            renormalise=fields.flag("norm_topk_prob"),
+            renormalise=fields.get_bool("norm_topk_prob"),
             correction=_has_correction(fields),
-            groups=fields.size("n_group") if grouped else 1,
-            top_groups=fields.size("topk_group") if grouped else 1,
-            scale=fields.real("routed_scaling_factor"),
+            groups=fields.get_int("n_group") if grouped else 1,
+            top_groups=fields.get_int("topk_group") if grouped else 1,
+            scale=fields.get_float("routed_scaling_factor"),
         ),
     }
 
 
-def _has_correction(fields: Fields) -> bool:
-    return not fields.has("use_routing_bias") or fields.flag("use_routing_bias")
+def _has_correction(fields: ConfigFields) -> bool:
+    return not fields.has("use_routing_bias") or fields.get_bool("use_routing_bias")
 
 
-def _deepseek_v3(fields: Fields) -> Layer:
-    return _deepseek(fields, "sigmoid", grouped=True)
+def _parse_deepseek_v3(fields: ConfigFields) -> LayerKwargs:
+    return _parse_deepseek(fields, "sigmoid", grouped=True)
 
 
-def _deepseek_v4(fields: Fields) -> Layer:
+def _parse_deepseek_v4(fields: ConfigFields) -> LayerKwargs:
     """The first layers choose experts by token id; the engine calls `weft.moe.weigh` for them."""
     fields.require(n_group=1, topk_group=1)
-    layer = _deepseek(fields, "sqrtsoftplus", grouped=False)
-    return layer | {"gating": {"limit": fields.real("swiglu_limit")}}
+    layer = _parse_deepseek(fields, "sqrtsoftplus", grouped=False)
+    return layer | {"gating": {"limit": fields.get_float("swiglu_limit")}}
 
 
-def _glm5_next(fields: Fields) -> Layer:
-    layer = _deepseek(fields, "sigmoid", grouped=True)
-    return layer | {"gating": {"limit": fields.real("swiglu_limit")}}
+def _parse_glm5_next(fields: ConfigFields) -> LayerKwargs:
+    layer = _parse_deepseek(fields, "sigmoid", grouped=True)
+    return layer | {"gating": {"limit": fields.get_float("swiglu_limit")}}
 
 
-def _qwen3_moe(fields: Fields) -> Layer:
-    return _softmax_of_all(fields, renormalise=fields.flag("norm_topk_prob"))
+def _parse_qwen3_moe(fields: ConfigFields) -> LayerKwargs:
+    return _parse_softmax_layer(fields, renormalise=fields.get_bool("norm_topk_prob"))
 
 
-def _mixtral(fields: Fields) -> Layer:
+def _parse_mixtral(fields: ConfigFields) -> LayerKwargs:
     """Mixtral always renormalises; its configs have no field for it."""
     fields.require(scoring_func="softmax")
     return {
-        "intermediate": fields.size("intermediate_size"),
+        "intermediate": fields.get_int("intermediate_size"),
         "routing": Routing(
-            num_experts=fields.size("num_local_experts"),
-            top_k=fields.size("num_experts_per_tok"),
+            num_experts=fields.get_int("num_local_experts"),
+            top_k=fields.get_int("num_experts_per_tok"),
         ),
     }
 
 
-def _qwen3_next(fields: Fields) -> Layer:
+def _parse_qwen3_next(fields: ConfigFields) -> LayerKwargs:
     """The shared expert is a `GatedExpert`."""
-    layer = _softmax_of_all(fields, renormalise=fields.flag("norm_topk_prob"))
-    return layer | {"shared": fields.size("shared_expert_intermediate_size", least=0)}
+    layer = _parse_softmax_layer(fields, renormalise=fields.get_bool("norm_topk_prob"))
+    return layer | {"shared": fields.get_int("shared_expert_intermediate_size", least=0)}
 
 
-def _qwen3_5_moe(fields: Fields) -> Layer:
+def _parse_qwen3_5_moe(fields: ConfigFields) -> LayerKwargs:
     """Like Qwen3-Next, but always renormalises: the config has no field for it."""
-    layer = _softmax_of_all(fields, renormalise=True)
-    return layer | {"shared": fields.size("shared_expert_intermediate_size", least=0)}
+    layer = _parse_softmax_layer(fields, renormalise=True)
+    return layer | {"shared": fields.get_int("shared_expert_intermediate_size", least=0)}
 
 
-def _softmax_of_all(fields: Fields, *, renormalise: bool) -> Layer:
+def _parse_softmax_layer(fields: ConfigFields, *, renormalise: bool) -> LayerKwargs:
     fields.require(scoring_func="softmax")
     return {
-        "intermediate": fields.size("moe_intermediate_size"),
+        "intermediate": fields.get_int("moe_intermediate_size"),
         "routing": Routing(
-            num_experts=fields.size("num_experts", "num_local_experts"),
-            top_k=fields.size("num_experts_per_tok"),
+            num_experts=fields.get_int("num_experts", "num_local_experts"),
+            top_k=fields.get_int("num_experts_per_tok"),
             renormalise=renormalise,
         ),
     }
 
 
-def _gpt_oss(fields: Fields) -> Layer:
+def _parse_gpt_oss(fields: ConfigFields) -> LayerKwargs:
     return {
-        "intermediate": fields.size("intermediate_size"),
+        "intermediate": fields.get_int("intermediate_size"),
         "gating": {
-            "alpha": fields.real("swiglu_alpha", 1.702),
+            "alpha": fields.get_float("swiglu_alpha", 1.702),
             "offset": 1.0,
-            "limit": fields.real("swiglu_limit"),
+            "limit": fields.get_float("swiglu_limit"),
         },
         "biased": True,
         "routing": Routing(
-            num_experts=fields.size("num_local_experts", "num_experts"),
-            top_k=fields.size("num_experts_per_tok"),
+            num_experts=fields.get_int("num_local_experts", "num_experts"),
+            top_k=fields.get_int("num_experts_per_tok"),
             score="softmax-chosen",
         ),
     }
 
 
-def _kimi_linear(fields: Fields) -> Layer:
+def _parse_kimi_linear(fields: ConfigFields) -> LayerKwargs:
     """Kimi-Linear and Kimi-K3.
 
     Kimi-K3's experts work on rows that the engine projects to a latent size. Its shared experts
     read the unprojected tokens, so the engine runs them.
     """
-    activation = fields.choice("hidden_act", "silu", "situ")
+    activation = fields.get_choice("hidden_act", "silu", "situ")
     fields.require(moe_router_activation_func="sigmoid", topk_method="noaux_tc")
-    intermediate = fields.size("moe_intermediate_size")
-    layer: Layer = {
+    intermediate = fields.get_int("moe_intermediate_size")
+    layer: LayerKwargs = {
         "intermediate": intermediate,
         "routing": Routing(
-            num_experts=fields.size("num_experts", "num_local_experts", "n_routed_experts"),
-            top_k=fields.size("num_experts_per_token", "num_experts_per_tok"),
+            num_experts=fields.get_int("num_experts", "num_local_experts", "n_routed_experts"),
+            top_k=fields.get_int("num_experts_per_token", "num_experts_per_tok"),
             score="sigmoid",
-            renormalise=fields.flag("moe_renormalize", "norm_topk_prob"),
+            renormalise=fields.get_bool("moe_renormalize", "norm_topk_prob"),
             correction=_has_correction(fields),
-            groups=fields.size("num_expert_group", "n_group"),
-            top_groups=fields.size("topk_group"),
-            scale=fields.real("routed_scaling_factor"),
+            groups=fields.get_int("num_expert_group", "n_group"),
+            top_groups=fields.get_int("topk_group"),
+            scale=fields.get_float("routed_scaling_factor"),
         ),
     }
     if activation == "situ":
         beta, linear_beta = "activation_situ_beta", "activation_situ_linear_beta"
-        layer["gating"] = {"beta": fields.real(beta), "linear_beta": fields.real(linear_beta)}
+        layer["gating"] = {
+            "beta": fields.get_float(beta),
+            "linear_beta": fields.get_float(linear_beta),
+        }
     shared = ("num_shared_experts", "n_shared_experts")
     if fields.has("routed_expert_hidden_size"):
-        fields.leave(*shared)
-        return layer | {"hidden": fields.size("routed_expert_hidden_size")}
-    return layer | {"shared": intermediate * fields.size(*shared, least=0)}
+        fields.ignore(*shared)
+        return layer | {"hidden": fields.get_int("routed_expert_hidden_size")}
+    return layer | {"shared": intermediate * fields.get_int(*shared, least=0)}
 
 
-def _minimax_m2(fields: Fields) -> Layer:
+def _parse_minimax_m2(fields: ConfigFields) -> LayerKwargs:
     fields.require(scoring_func="sigmoid")
-    return _minimax(fields, scale=1.0)
+    return _parse_minimax(fields, scale=1.0)
 
 
-def _minimax_m3(fields: Fields) -> Layer:
+def _parse_minimax_m3(fields: ConfigFields) -> LayerKwargs:
     # transformers writes "silu" here, but gates with the swiglu fields below.
-    fields.choice("hidden_act", "swigluoai", "silu")
+    fields.get_choice("hidden_act", "swigluoai", "silu")
     fields.require(scoring_func="sigmoid", n_shared_experts=1)
-    return _minimax(fields, scale=fields.real("routed_scaling_factor")) | {
-        "shared": fields.size("shared_intermediate_size"),
+    return _parse_minimax(fields, scale=fields.get_float("routed_scaling_factor")) | {
+        "shared": fields.get_int("shared_intermediate_size"),
         "gating": {
-            "alpha": fields.real("swiglu_alpha"),
+            "alpha": fields.get_float("swiglu_alpha"),
             "offset": 1.0,
-            "limit": fields.real("swiglu_limit"),
+            "limit": fields.get_float("swiglu_limit"),
         },
     }
 
 
-def _minimax(fields: Fields, *, scale: float) -> Layer:
+def _parse_minimax(fields: ConfigFields, *, scale: float) -> LayerKwargs:
     return {
-        "intermediate": fields.size("intermediate_size"),
+        "intermediate": fields.get_int("intermediate_size"),
         "routing": Routing(
-            num_experts=fields.size("num_local_experts", "num_experts"),
-            top_k=fields.size("num_experts_per_tok"),
+            num_experts=fields.get_int("num_local_experts", "num_experts"),
+            top_k=fields.get_int("num_experts_per_tok"),
             score="sigmoid",
             correction=_has_correction(fields),
             scale=scale,
@@ -355,15 +360,15 @@ def _minimax(fields: Fields, *, scale: float) -> Layer:
     }
 
 
-def _llama4(fields: Fields) -> Layer:
+def _parse_llama4(fields: ConfigFields) -> LayerKwargs:
     fields.require(norm_topk_prob=None)
-    intermediate = fields.size("intermediate_size")
+    intermediate = fields.get_int("intermediate_size")
     return {
         "intermediate": intermediate,
         "shared": intermediate,
         "routing": Routing(
-            num_experts=fields.size("num_local_experts"),
-            top_k=fields.size("num_experts_per_tok"),
+            num_experts=fields.get_int("num_local_experts"),
+            top_k=fields.get_int("num_experts_per_tok"),
             score="sigmoid",
             renormalise=False,
             weigh="input",
@@ -371,24 +376,24 @@ def _llama4(fields: Fields) -> Layer:
     }
 
 
-FAMILIES: Mapping[str, Callable[[Fields], Layer]] = {
-    "deepseek_v3": _deepseek_v3,
-    "deepseek_v32": _deepseek_v3,
-    "deepseek_v4": _deepseek_v4,
-    "glm4_moe": _deepseek_v3,
-    "glm5_next_text": _glm5_next,
-    "glm_moe_dsa": _deepseek_v3,
-    "gpt_oss": _gpt_oss,
-    "kimi_k2": _deepseek_v3,
-    "kimi_linear": _kimi_linear,
-    "llama4_text": _llama4,
-    "minimax_m2": _minimax_m2,
-    "minimax_m3_vl": _minimax_m3,
-    "minimax_m3_vl_text": _minimax_m3,
-    "mixtral": _mixtral,
-    "qwen3_5_moe_text": _qwen3_5_moe,
-    "qwen3_moe": _qwen3_moe,
-    "qwen3_next": _qwen3_next,
+FAMILIES: Mapping[str, Callable[[ConfigFields], LayerKwargs]] = {
+    "deepseek_v3": _parse_deepseek_v3,
+    "deepseek_v32": _parse_deepseek_v3,
+    "deepseek_v4": _parse_deepseek_v4,
+    "glm4_moe": _parse_deepseek_v3,
+    "glm5_next_text": _parse_glm5_next,
+    "glm_moe_dsa": _parse_deepseek_v3,
+    "gpt_oss": _parse_gpt_oss,
+    "kimi_k2": _parse_deepseek_v3,
+    "kimi_linear": _parse_kimi_linear,
+    "llama4_text": _parse_llama4,
+    "minimax_m2": _parse_minimax_m2,
+    "minimax_m3_vl": _parse_minimax_m3,
+    "minimax_m3_vl_text": _parse_minimax_m3,
+    "mixtral": _parse_mixtral,
+    "qwen3_5_moe_text": _parse_qwen3_5_moe,
+    "qwen3_moe": _parse_qwen3_moe,
+    "qwen3_next": _parse_qwen3_next,
 }
-# Families whose hidden_act need not be SiLU.
-OWN_ACTIVATION = ("kimi_linear", "minimax_m3_vl", "minimax_m3_vl_text")
+# Families whose hidden_act may differ from SiLU.
+NON_SILU_FAMILIES = ("kimi_linear", "minimax_m3_vl", "minimax_m3_vl_text")

@@ -93,8 +93,8 @@ class MoEConfig:
     Attributes:
         hidden: Hidden size of a token.
         intermediate: Intermediate size of an expert.
-        routing: How experts are chosen and weighed.
-        gating: How gate and up are combined.
+        routing: Rule by which experts are chosen and weighted.
+        gating: Activation that combines gate and up.
         shared: Intermediate size of the shared expert, 0 for none. Use
             `dataclasses.replace(c, shared=0)` if you compute it elsewhere.
         biased: Whether the experts' projections have biases.
@@ -132,7 +132,7 @@ class MoEConfig:
         Supports the model types of docs/user/models.md. Without a dtype in the config, the result
         is bfloat16; `dataclasses.replace(c, dtype=...)` changes it.
 
-        The result does not say which of the model's layers are MoE layers. It describes only what
+        The result does not tell which of the model's layers are MoE layers. It describes only what
         the MoE layer computes: Kimi-K3's hidden size is that of the rows between the engine's
         latent projections, and its shared experts are left to the engine.
 

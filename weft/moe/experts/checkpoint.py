@@ -18,7 +18,7 @@ from weft.arguments import raise_invalid
 from weft.distribution import install_hint
 from weft.errors import InvalidArgument
 from weft.json_files import read_json
-from weft.moe.experts.formats import INT4_GROUPS, declared_format
+from weft.moe.experts.formats import INT4_GROUPS, read_declared_format
 from weft.moe.models import MoEConfig
 from weft.shape import FP8_BLOCK
 
@@ -50,10 +50,10 @@ SCALE_NAMES = ("weight_scale_inv", "scale", "weight_scale")  # suffixes after a 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of one tensor of one expert.
+    """Rows of one tensor of one expert.
 
     Attributes:
-        name: Name and place of the tensor, for errors.
+        name: Name and location of the tensor, for errors.
         field: Field of ExpertWeights.
         rows: Rows within that field.
         values: `[rows, columns]`, or `[rows]` of a bias, as stored, on the CPU with any strides.
@@ -70,7 +70,7 @@ class Part:
     scale: torch.Tensor | None = None
     block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
 
-    def padded(self, columns: int) -> Part:
+    def pad(self, columns: int) -> Part:
         """Return this MXFP4 matrix, or a bias of MXFP4 experts, zero-padded to rows and columns."""
         missing = self.rows.stop - self.rows.start - len(self.values)
         values = _pad(self.values, missing, columns // 2)
@@ -112,7 +112,7 @@ class LayerReader:
         prefix: str | None = None,
     ) -> None:
         self._config, self._stack = config, files
-        self._open: dict[Path, Any] = {}
+        self._open_files: dict[Path, Any] = {}
         self._source = folder / INDEX
         if self._source.is_file():
             self._files = _read_index(folder, self._source)
@@ -122,41 +122,41 @@ class LayerReader:
                 raise InvalidArgument(
                     f"folder is {str(folder)!r}; it has neither {INDEX} nor {SINGLE}"
                 )
-            self._files = dict.fromkeys(self._handle(self._source).keys(), self._source)
+            self._files = dict.fromkeys(self._open_file(self._source).keys(), self._source)
         # Common prefix of the names of this layer's experts, and what follows it.
         self._stem, self._names = self._find_experts(layer, prefix)
-        self._declared = declared_format(folder, self._stem)
+        self._declared_format = read_declared_format(folder, self._stem)
         self._layout = self._find_layout()
         short = any(".w1." in name for name in self._names)
         self._matrices = SHORT_MATRICES if short else MATRICES
         self.mxfp4 = self._is_mxfp4()
-        self._inner, self._hidden = self._stored_sizes()
+        self._inner, self._hidden = self._get_stored_sizes()
         self._check_names()
 
-    def parts(self, expert: int) -> Iterator[Part]:
+    def read_parts(self, expert: int) -> Iterator[Part]:
         """Yield all parts of an expert, in the order in which the files store them."""
         if self._layout == "separate":
-            yield from self._separate_parts(expert)
+            yield from self._read_separate_parts(expert)
             return
         wide, inner, hidden = 2 * self._inner, self._config.intermediate, self._config.hidden
         gate, up, down = slice(0, inner), slice(inner, 2 * inner), slice(0, hidden)
-        values, scale = self._fused("gate_up_proj", wide, self._hidden, expert)
+        values, scale = self._read_fused("gate_up_proj", wide, self._hidden, expert)
         if self._layout == "interleaved":
             for rows, first in ((gate, 0), (up, 1)):
                 powers = None if scale is None else scale[first::2]
-                yield self._part("gate_up", expert, rows, values[first::2], powers, hidden)
+                yield self._create_part("gate_up", expert, rows, values[first::2], powers, hidden)
         else:
-            yield self._part("gate_up", expert, slice(0, 2 * inner), values, scale, hidden)
-        values, scale = self._fused("down_proj", self._hidden, self._inner, expert)
-        yield self._part("down", expert, down, values, scale, inner)
+            yield self._create_part("gate_up", expert, slice(0, 2 * inner), values, scale, hidden)
+        values, scale = self._read_fused("down_proj", self._hidden, self._inner, expert)
+        yield self._create_part("down", expert, down, values, scale, inner)
         if self._config.biased:
             bias = self._read("gate_up_proj_bias", (wide,), expert=expert)
-            yield self._part("gate_up_bias", expert, gate, bias[::2])
-            yield self._part("gate_up_bias", expert, up, bias[1::2])
+            yield self._create_part("gate_up_bias", expert, gate, bias[::2])
+            yield self._create_part("gate_up_bias", expert, up, bias[1::2])
             bias = self._read("down_proj_bias", (self._hidden,), expert=expert)
-            yield self._part("down_bias", expert, down, bias)
+            yield self._create_part("down_bias", expert, down, bias)
 
-    def _part(
+    def _create_part(
         self,
         field: str,
         expert: int,
@@ -168,9 +168,9 @@ class LayerReader:
     ) -> Part:
         name = f"{self._stem}{expert}, {field} of rows {rows.start}.."
         part = Part(name, field, rows, values, scale, block)
-        return part.padded(columns) if self.mxfp4 else part
+        return part.pad(columns) if self.mxfp4 else part
 
-    def _separate_parts(self, expert: int) -> Iterator[Part]:
+    def _read_separate_parts(self, expert: int) -> Iterator[Part]:
         inner, hidden = self._config.intermediate, self._config.hidden
         gate, up, down = self._matrices
         for name, field, first, shape in (
@@ -179,9 +179,9 @@ class LayerReader:
             (down, "down", 0, (hidden, inner)),
         ):
             rows = slice(first, first + shape[0])
-            yield self._matrix(expert, name, field, rows, shape)
+            yield self._read_matrix(expert, name, field, rows, shape)
 
-    def _matrix(
+    def _read_matrix(
         self, expert: int, name: str, field: str, target_rows: slice, shape: tuple[int, int]
     ) -> Part:
         """Read one separate matrix in any of the formats."""
@@ -193,7 +193,7 @@ class LayerReader:
             name = f"{name}_packed"
         scale_names = [f"{stem}.{suffix}" for suffix in SCALE_NAMES]
         scale_name = next((n for n in scale_names if n in self._names), scale_names[0])
-        dtype, row_groups = self._dtype_of(name), (rows, -(-columns // FP8_BLOCK))
+        dtype, row_groups = self._get_dtype(name), (rows, -(-columns // FP8_BLOCK))
         self._check_declared(name, dtype)
         if dtype in PACKED or dtype == INT4:
             unit = 8 if dtype == INT4 else MX_BLOCK
@@ -206,32 +206,32 @@ class LayerReader:
             values = self._read(name, (rows, columns // 2), dtypes=PACKED).view(torch.uint8)
             powers = (rows, columns // MX_BLOCK)
             scale = self._read(scale_name, powers, dtypes=POWERS).view(torch.uint8)
-            return self._part(field, expert, target_rows, values, scale, columns)
+            return self._create_part(field, expert, target_rows, values, scale, columns)
         if dtype == INT4:
             words = self._read(name, (rows, columns // 8), dtypes=(INT4,))
             groups: list[tuple[int, ...]] = [
                 (rows, columns // g) for g in INT4_GROUPS if columns % g == 0
             ]
-            scale, block = self._scales(scale_name, shape, groups)
+            scale, block = self._read_scales(scale_name, shape, groups)
             values = _unpack_int4(words)
         else:
             values = self._read(name, shape, dtypes=(*PLAIN, FP8, *PACKED, INT4))
             if dtype != FP8:
                 if scale_name in self._names:
                     raise InvalidArgument(
-                        f"{self._source} has scales {self._stem}{scale_name} beside plain weights "
-                        f"{self._stem}{name} ({dtype}), which have none: one of the two belongs "
-                        "to another checkpoint"
+                        f"{self._source} has scales {self._stem}{scale_name} beside "
+                        f"unquantised weights {self._stem}{name} ({dtype}): the weights and the "
+                        "scales do not match"
                     )
-                return self._part(field, expert, target_rows, values, None, columns)
+                return self._create_part(field, expert, target_rows, values, None, columns)
             blocks: list[tuple[int, ...]] = [(-(-rows // FP8_BLOCK), row_groups[1])]
             if columns % MX_BLOCK == 0:
                 blocks.append((rows, columns // MX_BLOCK))
             blocks += [row_groups, (rows, 1), (rows,), (1, 1), (1,), ()]
-            scale, block = self._scales(scale_name, shape, blocks)
-        return self._part(field, expert, target_rows, values, scale, columns, block)
+            scale, block = self._read_scales(scale_name, shape, blocks)
+        return self._create_part(field, expert, target_rows, values, scale, columns, block)
 
-    def _scales(
+    def _read_scales(
         self, name: str, shape: tuple[int, int], allowed: list[tuple[int, ...]]
     ) -> tuple[torch.Tensor, tuple[int, int]]:
         """Return a matrix's scales, float32 `[row blocks, column blocks]`, and the block size.
@@ -242,10 +242,10 @@ class LayerReader:
         path, tensor = self._find_tensor(name)
         stored_shape = tuple(tensor.get_shape())
         if stored_shape not in allowed:
-            options = ", ".join(str(list(s)) for s in allowed) or "none that weft reads"
+            options = ", ".join(str(list(s)) for s in allowed) or "none"
             raise InvalidArgument(
                 f"{path} has {self._stem}{name} {list(stored_shape)} beside weights {list(shape)}; "
-                f"scales that weft reads for them: {options}. Groups of a row have 32 or 128 "
+                f"supported shapes of scales: {options}. Groups of a row have 32 or 128 "
                 "columns, blocks 128 x 128: convert the checkpoint"
             )
         stored = self._read(name, stored_shape, dtypes=PLAIN + POWERS)
@@ -277,7 +277,7 @@ class LayerReader:
     def _check_declared(self, name: str, dtype: str) -> None:
         """Raise InvalidArgument for a quantised tensor that contradicts config.json."""
         schemes = {FP8: "fp8", INT4: "int4"} | dict.fromkeys(PACKED, "mxfp4")
-        scheme, declared = schemes.get(dtype, ""), self._declared
+        scheme, declared = schemes.get(dtype, ""), self._declared_format
         if not scheme or not declared.scheme:
             return
         # FP8 checkpoints may store their experts as MXFP4 without declaring it.
@@ -286,14 +286,14 @@ class LayerReader:
         raise InvalidArgument(
             f"{self._source} has {self._stem}{name} as {dtype}, which is {scheme}, but "
             f"quantization_config of {declared.source} says that these experts are "
-            f"{declared.scheme}: one of the two belongs to another model"
+            f"{declared.scheme}: the weights and the config do not match"
         )
 
     def _check_block(
         self, name: str, shape: tuple[int, int], scales: Sequence[int], block: tuple[int, int]
     ) -> None:
         """Raise InvalidArgument if the block size contradicts the config or is ambiguous."""
-        declared = self._declared
+        declared = self._declared_format
         if declared.block is not None and declared.scheme != "mxfp4":
             declared_block = tuple(b or size for b, size in zip(declared.block, shape, strict=True))
             expected = tuple(-(-size // b) for size, b in zip(shape, declared_block, strict=True))
@@ -301,8 +301,8 @@ class LayerReader:
                 raise InvalidArgument(
                     f"{self._source} has {self._stem}{name} {list(scales)} for weights "
                     f"{list(shape)}, but quantization_config of {declared.source} says blocks of "
-                    f"{list(declared_block)}, which need {list(expected)}: one of the two belongs "
-                    "to another model"
+                    f"{list(declared_block)}, which need {list(expected)}: the weights and the "
+                    "config do not match"
                 )
             return
         unambiguous = all(
@@ -312,33 +312,35 @@ class LayerReader:
         if not unambiguous:
             raise InvalidArgument(
                 f"{self._source} has {self._stem}{name} {list(scales)} for weights {list(shape)}, "
-                "which are no whole blocks of 128, so other blocks would have as many scales, and "
-                "no config.json says which: put the model's config.json with its "
+                "which are not multiples of 128, so the block size is ambiguous without "
+                "quantization_config: put the model's config.json with its "
                 "quantization_config beside the checkpoint"
             )
 
     def _check_names(self) -> None:
-        """Raise InvalidArgument for a tensor that weft would ignore although it has a meaning."""
+        """Raise InvalidArgument for an unknown tensor, which weft would otherwise ignore."""
         if self._layout != "separate":
             kinds = ("", "_blocks", "_scales", "_bias")
-            known = {f"{m}{suffix}" for m in ("gate_up_proj", "down_proj") for suffix in kinds}
-            for name in sorted(self._names - known):
+            expected_names = {
+                f"{m}{suffix}" for m in ("gate_up_proj", "down_proj") for suffix in kinds
+            }
+            for name in sorted(self._names - expected_names):
                 raise InvalidArgument(
                     f"{self._source} has {self._stem}{name} beside fused experts, which weft does "
                     "not read: they are gate_up_proj and down_proj, with biases, blocks and scales"
                 )
             return
         suffixes = ("weight", "weight_packed", "weight_shape", *SCALE_NAMES, "input_scale")
-        known = {f"{m}.{suffix}" for m in self._matrices for suffix in suffixes}
+        expected_names = {f"{m}.{suffix}" for m in self._matrices for suffix in suffixes}
         for name in sorted(self._names):
-            if name.partition(".")[2] not in known:
+            if name.partition(".")[2] not in expected_names:
                 raise InvalidArgument(
                     f"{self._source} has {self._stem}{name}, which weft does not read: experts are "
                     f"{', '.join(self._matrices)} with symmetric scales, without biases, zero "
                     "points or activation order: convert the checkpoint"
                 )
 
-    def _fused(
+    def _read_fused(
         self, name: str, rows: int, columns: int, expert: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.mxfp4:
@@ -356,9 +358,9 @@ class LayerReader:
             return "gate_up_proj_blocks" in self._names
         gate = f".{self._matrices[0]}.weight"
         gates = sorted(n for n in self._names if n.endswith((gate, f"{gate}_packed")))
-        return bool(gates) and self._dtype_of(gates[0]) in PACKED
+        return bool(gates) and self._get_dtype(gates[0]) in PACKED
 
-    def _stored_sizes(self) -> tuple[int, int]:
+    def _get_stored_sizes(self) -> tuple[int, int]:
         """Return the stored intermediate and hidden sizes.
 
         Fused MXFP4 experts may be smaller than the config, whose sizes are then rounded up to whole
@@ -369,7 +371,7 @@ class LayerReader:
             return expected
         shape = self._find_tensor("down_proj_blocks")[1].get_shape()
         if len(shape) != 4:
-            return expected  # _read refuses the tensor later
+            return expected  # _read rejects the tensor later
         stored = int(shape[2]) * MX_BLOCK, int(shape[1])
         if all(
             size in (stored_size, -(-stored_size // FP8_BLOCK) * FP8_BLOCK)
@@ -379,7 +381,7 @@ class LayerReader:
         return expected
 
     def _find_experts(self, layer: int, prefix: str | None) -> tuple[str, set[str]]:
-        """Return the common prefix of the names of the layer's experts, and the names' remainders.
+        """Return the common prefix of the layer's expert names, and the rest of each name.
 
         By default the main model's stack is read, not that of a draft model or an encoder.
         """
@@ -412,10 +414,10 @@ class LayerReader:
         """Return how the experts are stored, according to the tensors' names."""
         biased = "gate_up_proj_bias" in self._names
         if biased != self._config.biased:
-            have = "biases" if biased else "no biases"
+            actual = "biases" if biased else "no biases"
             raise InvalidArgument(
-                f"the experts {self._stem}* of {self._source} have {have}, the config has "
-                f"biased={self._config.biased}: take MoEConfig.from_hf of the same model"
+                f"the experts {self._stem}* of {self._source} have {actual}, but the config has "
+                f"biased={self._config.biased}: use MoEConfig.from_hf of the same model"
             )
         if not self._names & {"gate_up_proj", "gate_up_proj_blocks"}:
             return "separate"
@@ -437,8 +439,8 @@ class LayerReader:
         expected = list(shape) if expert is None else [self._config.routing.num_experts, *shape]
         if list(tensor.get_shape()) != expected:
             raise InvalidArgument(
-                f"{path} has {full} {list(tensor.get_shape())}; the config wants {expected}: take "
-                "MoEConfig.from_hf of the same model"
+                f"{path} has {full} {list(tensor.get_shape())}; the config expects {expected}: "
+                "use MoEConfig.from_hf of the same model"
             )
         if tensor.get_dtype() not in dtypes:
             raise InvalidArgument(
@@ -453,42 +455,42 @@ class LayerReader:
         full = self._stem + name
         path = self._files.get(full)
         if path is None:
-            raise InvalidArgument(f"{self._source} has no tensor {full}; {self._suggest(name)}")
+            raise InvalidArgument(f"{self._source} has no tensor {full}; {self._build_hint(name)}")
         try:
-            return path, self._handle(path).get_slice(full)
-        except _safetensors()[1] as reason:
+            return path, self._open_file(path).get_slice(full)
+        except _import_safetensors()[1] as error:
             raise InvalidArgument(
-                f"{path} has no tensor {full}, though {self._source} names that file: {reason}"
-            ) from reason
+                f"{path} has no tensor {full}, though {self._source} names that file: {error}"
+            ) from error
 
-    def _dtype_of(self, name: str) -> str:
+    def _get_dtype(self, name: str) -> str:
         """Return the tensor's dtype as safetensors names it."""
         return str(self._find_tensor(name)[1].get_dtype())
 
-    def _suggest(self, name: str) -> str:
+    def _build_hint(self, name: str) -> str:
         """Return a hint for the error about a missing tensor."""
         if name.endswith(SCALE_NAMES):
             return (
-                "weights need scales: FP8 for each 128 x 128, 32 or 128 of a row, row or matrix, "
-                "MXFP4 for each 32 of a row, INT4 for each 32 or 128"
+                "weights need scales: FP8 one per 128 x 128 block, per 32 or 128 columns, per row "
+                "or per matrix; MXFP4 one per 32 columns; INT4 one per 32 or 128 columns"
             )
         if name.endswith("_scales"):
-            return "MXFP4 weights need a scale for each 32 of a row"
+            return "MXFP4 weights need one scale per 32 columns"
         first = name.partition(".")[0]
         similar = sorted(other for other in self._names if other.partition(".")[0] == first)
         names = ", ".join(similar[:4] or sorted(self._names)[:4])
         return f"{self._stem}* are {names}{', ...' if len(self._names) > 4 else ''}"
 
-    def _handle(self, path: Path) -> Any:
+    def _open_file(self, path: Path) -> Any:
         """Return the open file, opening it on first use."""
-        if path not in self._open:
-            safe_open, error = _safetensors()
+        if path not in self._open_files:
+            safe_open, safetensors_error = _import_safetensors()
             try:
                 handle = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (OSError, UnicodeError, error) as reason:
-                raise InvalidArgument(f"cannot read {str(path)!r}: {reason}") from reason
-            self._open[path] = handle
-        return self._open[path]
+            except (OSError, UnicodeError, safetensors_error) as error:
+                raise InvalidArgument(f"cannot read {str(path)!r}: {error}") from error
+            self._open_files[path] = handle
+        return self._open_files[path]
 
 
 def _unpack_int4(words: torch.Tensor) -> torch.Tensor:
@@ -518,19 +520,19 @@ def _read_index(folder: Path, index: Path) -> dict[str, Path]:
         path = PurePosixPath(file)
         if path.is_absolute() or ".." in path.parts or path.suffix != ".safetensors":
             raise InvalidArgument(
-                f"{index} names the file {file!r}; weft reads *.safetensors in that folder only"
+                f"{index} names the file {file!r}; weft reads *.safetensors only in that folder"
             )
         paths[file] = folder / path
     try:
         for file in paths:
             os.fsencode(file)
     except UnicodeError as error:
-        raise InvalidArgument(f"{index} names a file whose name is no text: {error}") from error
+        raise InvalidArgument(f"{index} names a file with an invalid name: {error}") from error
     return {name: paths[file] for name, file in weight_map.items()}
 
 
-def _safetensors() -> tuple[Any, type[Exception]]:
-    """Return safe_open and SafetensorError, or raise InvalidArgument if safetensors is missing."""
+def _import_safetensors() -> tuple[Any, type[Exception]]:
+    """Import safe_open and SafetensorError. Raises InvalidArgument if safetensors is missing."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:

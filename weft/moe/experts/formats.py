@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parser for the quantisation of a checkpoint's experts: `quantization_config` of config.json."""
+"""Parser for `quantization_config` in config.json: the format of a checkpoint's experts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CONFIG = "config.json"
 INT4_GROUPS = (32, 128)
 METHODS = ("fp8", "compressed-tensors", "mxfp4")
 _SUPPORTED = (
-    "weft reads FP8 with one scale for each 128 x 128, 32 or 128 of a row, row or matrix, "
-    "symmetric INT4 in groups of 32 or 128, MXFP4, and plain floats"
+    "weft reads FP8 with one scale per 128 x 128 block, per 32 or 128 columns, per row or per "
+    "matrix, symmetric INT4 in groups of 32 or 128, MXFP4, and unquantised floats"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
+class DeclaredFormat:
     """The experts' format that config.json declares.
 
     Attributes:
@@ -38,8 +38,8 @@ class Declared:
     block: tuple[int, int] | None = None
 
 
-def declared_format(folder: Path, experts: str) -> Declared:
-    """Return the format that a checkpoint's config declares for some experts.
+def read_declared_format(folder: Path, experts: str) -> DeclaredFormat:
+    """Read the format that a checkpoint's config.json declares for some experts.
 
     Args:
         folder: Folder of the checkpoint.
@@ -50,16 +50,16 @@ def declared_format(folder: Path, experts: str) -> Declared:
     """
     path = folder / CONFIG
     if not os.path.lexists(path):
-        return Declared()
+        return DeclaredFormat()
     config = read_json(path, "the model's config")
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
     inner = config.get("text_config") if isinstance(config, dict) else None
     if quantization is None and isinstance(inner, dict):
         quantization = inner.get("quantization_config")
     if quantization is None:
-        return Declared(str(path))
+        return DeclaredFormat(str(path))
     if not isinstance(quantization, Mapping):
-        raise InvalidArgument(f"quantization_config in {path} is no object")
+        raise InvalidArgument(f"quantization_config in {path} is not an object")
     method = quantization.get("quant_method")
     if method not in METHODS:
         raise InvalidArgument(
@@ -71,18 +71,18 @@ def declared_format(folder: Path, experts: str) -> Declared:
         *_read_strings(quantization, "modules_to_not_convert", path),
     ]
     if any(_matches_experts(pattern, experts) for pattern in ignored):
-        return Declared(str(path), "plain")
+        return DeclaredFormat(str(path), "plain")
     if method == "fp8":
-        return Declared(str(path), "fp8", _fp8_block(quantization, path))
+        return DeclaredFormat(str(path), "fp8", _parse_fp8_block(quantization, path))
     if method == "mxfp4":
-        return Declared(str(path), "mxfp4", (1, 32))
-    return _compressed_tensors(quantization, path, experts)
+        return DeclaredFormat(str(path), "mxfp4", (1, 32))
+    return _parse_compressed_tensors(quantization, path, experts)
 
 
 def _read_strings(quantization: Mapping[str, Any], name: str, path: Path) -> list[str]:
     values = quantization.get(name) or []
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise InvalidArgument(f"{name} in quantization_config of {path} is no list of names")
+        raise InvalidArgument(f"{name} in quantization_config of {path} is not a list of names")
     return values
 
 
@@ -98,7 +98,7 @@ def _matches_experts(pattern: str, experts: str) -> bool:
     return experts.startswith(f"{pattern}.") or f"{experts}0".startswith(f"{pattern}.")
 
 
-def _fp8_block(quantization: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
+def _parse_fp8_block(quantization: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
     block = quantization.get("weight_block_size")
     if block is None:
         return None
@@ -109,10 +109,14 @@ def _fp8_block(quantization: Mapping[str, Any], path: Path) -> tuple[int, int] |
     return block[0], block[1]
 
 
-def _compressed_tensors(quantization: Mapping[str, Any], path: Path, experts: str) -> Declared:
+def _parse_compressed_tensors(
+    quantization: Mapping[str, Any], path: Path, experts: str
+) -> DeclaredFormat:
     groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise InvalidArgument(f"config_groups in quantization_config of {path} is no object")
+        raise InvalidArgument(
+            f"config_groups in quantization_config of {path} is not an object, or is empty"
+        )
     schemes = [scheme for scheme in groups.values() if isinstance(scheme, Mapping)]
     specific = [
         scheme
@@ -128,15 +132,15 @@ def _compressed_tensors(quantization: Mapping[str, Any], path: Path, experts: st
     if len(candidates) != 1:
         raise InvalidArgument(
             f"config_groups in quantization_config of {path} has {len(candidates)} groups for the "
-            f"experts {experts}*; weft needs one"
+            f"experts {experts}*; exactly one is supported"
         )
     weights = candidates[0].get("weights")
     if not isinstance(weights, Mapping):
         raise InvalidArgument(f"a group in quantization_config of {path} has no weights")
-    return _weights_scheme(weights, path)
+    return _parse_weights_scheme(weights, path)
 
 
-def _weights_scheme(weights: Mapping[str, Any], path: Path) -> Declared:
+def _parse_weights_scheme(weights: Mapping[str, Any], path: Path) -> DeclaredFormat:
     bits, kind = weights.get("num_bits"), weights.get("type")
     strategy, size = weights.get("strategy"), weights.get("group_size")
     symmetric, actorder = weights.get("symmetric"), weights.get("actorder")
@@ -147,16 +151,16 @@ def _weights_scheme(weights: Mapping[str, Any], path: Path) -> Declared:
             f"{actorder!r}); {_SUPPORTED}"
         )
     if (bits, kind, strategy) == (4, "int", "group") and size in INT4_GROUPS:
-        return Declared(str(path), "int4", (1, int(size)))
+        return DeclaredFormat(str(path), "int4", (1, int(size)))
     if (bits, kind) == (4, "float") and size == 32:
-        return Declared(str(path), "mxfp4", (1, 32))
+        return DeclaredFormat(str(path), "mxfp4", (1, 32))
     if (bits, kind) == (8, "float"):
         if strategy == "group" and size in (32, FP8_BLOCK):
-            return Declared(str(path), "fp8", (1, int(size)))
+            return DeclaredFormat(str(path), "fp8", (1, int(size)))
         if strategy == "block" and weights.get("block_structure") in (None, [FP8_BLOCK] * 2):
-            return Declared(str(path), "fp8", (FP8_BLOCK, FP8_BLOCK))
+            return DeclaredFormat(str(path), "fp8", (FP8_BLOCK, FP8_BLOCK))
         if strategy in ("channel", "tensor"):
-            return Declared(str(path), "fp8", (1, 0) if strategy == "channel" else (0, 0))
+            return DeclaredFormat(str(path), "fp8", (1, 0) if strategy == "channel" else (0, 0))
     raise InvalidArgument(
         f"{where} are {bits} bits, type {kind!r}, strategy {strategy!r}, group_size {size!r}; "
         f"{_SUPPORTED}"

@@ -42,7 +42,7 @@ class FP8Expert(nn.Module):
         gate_up_scale: float32 `[2 * intermediate / 128, hidden / 128]`, one per 128 x 128 block.
         down: float8_e4m3fn `[hidden, intermediate]`.
         down_scale: float32 `[hidden / 128, intermediate / 128]`, one per 128 x 128 block.
-        gating: How gate and up are combined.
+        gating: Activation that combines gate and up.
         dtype: Dtype of x and of the result.
 
     Raises:

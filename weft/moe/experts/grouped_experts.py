@@ -25,7 +25,7 @@ from weft.moe.models import MoEConfig
 from weft.shape import FP8_BLOCK
 
 
-class Plans(NamedTuple):
+class BatchPlans(NamedTuple):
     """Plans of a batch's GEMMs: gate and up, down, and down with a pushing epilogue."""
 
     up: GemmPlan | WgmmaPlan
@@ -36,7 +36,7 @@ class Plans(NamedTuple):
 class GroupedExperts:
     """Two grouped GEMMs: the first gates and quantises in its epilogue, the second may push.
 
-    `TorchExperts` documents the methods. With FP8 and MXFP4 weights, rows must be FP8 as received.
+    `TorchExperts` documents the methods. FP8 and MXFP4 weights need FP8 rows.
 
     All plans of a GEMM give the same bits. The fastest one depends on the weights' dtype and the
     rows per expert; it is selected once per number of tokens.
@@ -44,110 +44,111 @@ class GroupedExperts:
     Args:
         rows: `[max_rows]`, or `[experts, max_rows]` for expert-major rows. Owners poll for pushed
             expert-major rows.
-        experts: Number of local experts.
+        num_experts: Number of local experts.
         fp8: Whether the weights are FP8 or MXFP4.
         max_tokens: Maximum tokens of one rank in one call.
-        programmatic: Use programmatic dependent launch.
-        gemm_push: Only `push` is called, never `down`, so no buffer for results is allocated.
+        use_pdl: Use programmatic dependent launch.
+        gemm_push: Results are only pushed: `run_down` raises, and its buffer is not allocated.
     """
 
-    _plan: Plans  # set by `up` for the calls that follow it
+    _plan: BatchPlans  # set by `run_gate_up` for the calls that follow
 
     def __init__(
         self,
         config: MoEConfig,
         rows: tuple[int, ...],
-        experts: int,
+        num_experts: int,
         *,
         fp8: bool,
-        ranks: int,
+        num_ranks: int,
         max_tokens: int,
-        programmatic: bool,
+        use_pdl: bool,
         device: torch.device,
         gemm_push: bool = False,
     ) -> None:
-        self._config, self._experts, self._fp8 = config, experts, fp8
+        self._config, self._num_experts, self._fp8 = config, num_experts, fp8
         self._masked = len(rows) == 2
-        self._programmatic = programmatic
-        kind = GatedQuant if fp8 else Gated
-        self._epilogue = kind(**asdict(config.gating))
-        self._pushes = gemm_push
+        self._use_pdl = use_pdl
+        epilogue_type = GatedQuant if fp8 else Gated
+        self._epilogue = epilogue_type(**asdict(config.gating))
+        self._uses_gemm_push = gemm_push
         y_rows = (0,) if gemm_push else rows
         inner, blocks = config.intermediate, config.intermediate // FP8_BLOCK if fp8 else 0
         act_dtype = FP8 if fp8 else config.dtype
         self._act = torch.empty((*rows, inner), dtype=act_dtype, device=device)
         self._scales = torch.empty((*rows, blocks), dtype=torch.float32, device=device)
         self._y = torch.empty((*y_rows, config.hidden), dtype=config.dtype, device=device)
-        self._grouped: RowsByExpert | None = None
+        self._rows_by_expert: RowsByExpert | None = None
         self._push: Push | None = None
-        self._ranks, self._max_tokens = ranks, max_tokens
-        self._plans: dict[tuple[int, torch.dtype], Plans] = {}
-        self._prepared: set[torch.dtype] = set()
+        self._num_ranks, self._max_tokens = num_ranks, max_tokens
+        self._plans: dict[tuple[int, torch.dtype], BatchPlans] = {}
+        self._loaded_dtypes: set[torch.dtype] = set()
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         return (self._act, self._scales, self._y)
 
-    def prepare(self, weights: ExpertWeights) -> None:
+    def load_kernels(self, weights: ExpertWeights) -> None:
         """Load all kernels that a call may launch.
 
         Loading waits for running kernels, which may wait for peers, so a call must not load.
         """
         dtype = weights.gate_up.dtype
-        if dtype in self._prepared or not self._experts:
+        if dtype in self._loaded_dtypes or not self._num_experts:
             return
-        self._plans_for(0, dtype)
+        self._get_plans(0, dtype)
         if is_hopper(self._act.device):
-            self._preload(self._rows_of_an_expert(self._max_tokens), dtype)
-        self._prepared.add(dtype)
+            self._preload(self._compute_rows_per_expert(self._max_tokens), dtype)
+        self._loaded_dtypes.add(dtype)
 
     def _preload(self, max_rows: int, dtype: torch.dtype) -> None:
-        hidden, inner, experts = self._config.hidden, self._config.intermediate, self._experts
+        num_experts, hidden = self._num_experts, self._config.hidden
+        inner = self._config.intermediate
         out, biased = DTYPES_16BIT.get(self._y.dtype, ""), self._config.biased
         operands = OPERANDS[dtype], out if biased else "none"
         gated = ("gated_fp8", "bf16") if self._fp8 else ("gated", out)
         shapes: set[GemmShape] = set()
         fine_rows = range(min(max_rows, COARSE_ROWS) + 1)
         for rows in {*fine_rows, *range(0, max_rows + 1, 64), max_rows}:
-            plans = self._make_plans(rows, dtype)
+            plans = self._select_plans(rows, dtype)
             if isinstance(plans.up, WgmmaPlan):
-                up = GemmShape(experts, 2 * inner, hidden, plans.up, *gated, *operands)
+                up = GemmShape(num_experts, 2 * inner, hidden, plans.up, *gated, *operands)
                 shapes.add(replace(up, situ=self._config.gating.situ))
             for epilogue, down in (("store", plans.down), ("push", plans.push)):
-                if isinstance(down, WgmmaPlan) and (epilogue == "push" or not self._pushes):
-                    shape = GemmShape(experts, hidden, inner, down, epilogue, out, *operands)
+                if isinstance(down, WgmmaPlan) and (epilogue == "push" or not self._uses_gemm_push):
+                    shape = GemmShape(num_experts, hidden, inner, down, epilogue, out, *operands)
                     flag_in_data = epilogue == "push" and self._masked
-                    prefetch = self._programmatic
+                    prefetch = self._use_pdl
                     shapes.add(replace(shape, prefetch_weights=prefetch, flag_in_data=flag_in_data))
         with torch.cuda.device(self._act.device):
             preload_kernels(shapes)
 
-    def _rows_of_an_expert(self, tokens: int) -> int:
+    def _compute_rows_per_expert(self, tokens: int) -> int:
         """Return the mean number of rows per expert if each rank has this many tokens."""
         routing = self._config.routing
-        return -(-tokens * self._ranks * routing.top_k // routing.num_experts)
+        return -(-tokens * self._num_ranks * routing.top_k // routing.num_experts)
 
-    def _plans_for(self, tokens: int, dtype: torch.dtype) -> Plans:
+    def _get_plans(self, tokens: int, dtype: torch.dtype) -> BatchPlans:
         plans = self._plans.get((tokens, dtype))
         if plans is None:
-            plans = self._make_plans(self._rows_of_an_expert(tokens), dtype)
+            plans = self._select_plans(self._compute_rows_per_expert(tokens), dtype)
             self._plans[tokens, dtype] = plans
         return plans
 
-    def _make_plans(self, rows: int, dtype: torch.dtype) -> Plans:
+    def _select_plans(self, rows: int, dtype: torch.dtype) -> BatchPlans:
         config, device = self._config, self._act.device
-        hidden, inner, sizes = config.hidden, config.intermediate, (self._experts, rows)
+        hidden, inner, sizes = config.hidden, config.intermediate, (self._num_experts, rows)
         kwargs: dict[str, Any] = {"biased": config.biased, "out": self._y.dtype, "device": device}
-        return Plans(
+        return BatchPlans(
             up=fastest_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **kwargs),
             down=fastest_plan(*sizes, hidden, inner, dtype, **kwargs),
             push=fastest_plan(*sizes, hidden, inner, dtype, flag_in_data=self._masked, **kwargs),
         )
 
-    def up(
+    def run_gate_up(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
     ) -> None:
-        self._grouped, self._plan = rows, self._plans_for(tokens, weights.gate_up.dtype)
+        self._rows_by_expert, self._plan = rows, self._get_plans(tokens, weights.gate_up.dtype)
         grouped_gemm(
             rows.rows[0],
             weights.gate_up,
@@ -159,24 +160,23 @@ class GroupedExperts:
             out=(self._act, self._scales) if self._fp8 else self._act,
             plan=self._plan.up,
             epilogue=self._epilogue,
-            programmatic_launch=self._programmatic and early,
+            programmatic_launch=self._use_pdl and early,
         )
 
-    def down(self, weights: ExpertWeights) -> torch.Tensor:
-        if self._pushes:
+    def run_down(self, weights: ExpertWeights) -> torch.Tensor:
+        if self._uses_gemm_push:
             raise InvalidArgument(
                 "the layer was built with overlap='gemm_push', which has no buffer for results: "
-                "call push"
+                "call run_push"
             )
-        self._multiply(weights, self._plan.down, out=self._y)
+        self._run_down_gemm(weights, self._plan.down, out=self._y)
         return self._y
 
-    def push(self, weights: ExpertWeights) -> None:
-        rows = self._grouped
+    def run_push(self, weights: ExpertWeights) -> None:
+        rows = self._rows_by_expert
         if rows is None or rows.dst_addr is None:
             raise InvalidArgument(
-                "these rows have no addresses at their owners; build the layer with "
-                "overlap='gemm_push'"
+                "these rows have no dst_addr; build the layer with overlap='gemm_push'"
             )
         if self._push is None or rows.dst_addr is not self._push.dst_addr:
             self._push = Push(
@@ -185,24 +185,26 @@ class GroupedExperts:
                 flag_in_data=rows.abort_flag is not None,
                 abort_flag=rows.abort_flag,
             )
-        self._multiply(weights, self._plan.push, epilogue=self._push)
+        self._run_down_gemm(weights, self._plan.push, epilogue=self._push)
 
     def release_rows(self) -> None:
-        self._grouped = self._push = None
+        self._rows_by_expert = self._push = None
 
-    def _multiply(self, weights: ExpertWeights, plan: GemmPlan | WgmmaPlan, **kwargs: Any) -> None:
-        grouped = self._grouped
-        assert grouped is not None
+    def _run_down_gemm(
+        self, weights: ExpertWeights, plan: GemmPlan | WgmmaPlan, **kwargs: Any
+    ) -> None:
+        rows = self._rows_by_expert
+        assert rows is not None
         grouped_gemm(
             self._act,
             weights.down,
-            counts=grouped.counts,
-            offsets=None if self._masked else grouped.offsets,
+            counts=rows.counts,
+            offsets=None if self._masked else rows.offsets,
             a_scale=self._scales if self._fp8 else None,
             b_scale=weights.down_scale,
             bias=weights.down_bias,
             plan=plan,
-            programmatic_launch=self._programmatic,
+            programmatic_launch=self._use_pdl,
             prefetch_weights=True,  # safe: the first GEMM, before it, has waited for the counts
             **kwargs,
         )

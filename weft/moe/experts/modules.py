@@ -23,7 +23,7 @@ class Expert(nn.Module):
         down: `[hidden, intermediate]`.
         gate_up_bias: `[2 * intermediate]`, or None.
         down_bias: `[hidden]`, or None.
-        gating: How gate and up are combined.
+        gating: Activation that combines gate and up.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ def quantize_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         float8_e4m3fn of the same shape, and float32 scales `[experts, rows / 128, columns / 128]`.
 
     Raises:
-        InvalidArgument: a size is no multiple of 128.
+        InvalidArgument: a size is not a multiple of 128.
     """
     if not isinstance(weights, torch.Tensor):
         raise_not_tensor("weights", weights)
@@ -45,7 +45,7 @@ def quantize_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     grid = row_blocks, column_blocks = rows // FP8_BLOCK, columns // FP8_BLOCK
     q = torch.empty(weights.shape, dtype=FP8, device=weights.device)
     scales = torch.empty((experts, *grid), dtype=torch.float32, device=weights.device)
-    for expert, matrix in enumerate(weights):  # one at a time: fp32 copies are large
+    for expert, matrix in enumerate(weights):  # one expert at a time limits the fp32 copies
         blocks = matrix.view(row_blocks, FP8_BLOCK, column_blocks, FP8_BLOCK).transpose(1, 2)
         block_q, scale = quantize(blocks.flatten(2), "fp8", columns=FP8_BLOCK * FP8_BLOCK)
         rows_q = block_q.view(*grid, FP8_BLOCK, FP8_BLOCK).transpose(1, 2)
@@ -54,14 +54,14 @@ def quantize_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q, scales
 
 
-def to_fp8(
+def convert_to_fp8(
     values: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert a stored matrix to FP8 with one scale per 128 x 128.
 
     If the scales within such a block differ by powers of two (MXFP8, or one scale per matrix), the
-    block takes the largest one and values keep their bits, except that values below 2^-6 of it are
-    rounded to multiples of 2^-9 of it. All others are rounded as by `quantize_blocks`.
+    block uses the largest one. Values below 2^-6 of it are rounded to multiples of 2^-9 of it, and
+    all others stay exact. Matrices with other scales are rounded as by `quantize_blocks`.
     """
     if values.dtype == FP8 and scale is not None and block == (FP8_BLOCK, FP8_BLOCK):
         return values, scale
@@ -71,11 +71,11 @@ def to_fp8(
         factors = expand_scales(scale, block, slice(0, rows), columns)
         if values.dtype == FP8:
             blocks = factors.view(rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
-            largest = blocks.amax(dim=(1, 3))
+            max_scale = blocks.amax(dim=(1, 3))
             fp8_block = (FP8_BLOCK, FP8_BLOCK)
-            ratios = factors / expand_scales(largest, fp8_block, slice(0, rows), columns)
+            ratios = factors / expand_scales(max_scale, fp8_block, slice(0, rows), columns)
             if bool(torch.frexp(ratios).mantissa.eq(0.5).all()):
-                return wide.mul_(ratios).to(FP8), largest
+                return wide.mul_(ratios).to(FP8), max_scale
         wide.mul_(factors)
     q, q_scale = quantize_blocks(wide.unsqueeze(0))
     return q[0], q_scale[0]
@@ -89,7 +89,7 @@ def mxfp4_to_fp8(
     The scale maps a block's highest power to 2^6: every E2M1 value times 2^6 is an E4M3 value.
     """
     if bool(scale.eq(NAN).any()):
-        raise InvalidArgument(f"{name} has a scale of {NAN}, which is NaN; weights are finite")
+        raise InvalidArgument(f"{name} has a scale of {NAN}, which is NaN; weights must be finite")
     elements = dequantize_mxfp4(values, torch.full_like(scale, BIAS))
     rows, columns = elements.shape
     nonzero = elements.view(rows, columns // BLOCK, BLOCK).ne(0).any(dim=-1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's experts on torch's matrix products, for any dtype and device.
 
-FP8 rows are widened first. On a GPU, one batched product covers a fixed-size block of rows per
+FP8 rows are dequantized first. On a GPU, one batched product covers a fixed-size block of rows per
 expert, so it does not synchronize and can be captured. On a CPU, each expert with rows has its own
 product.
 """
@@ -25,10 +25,10 @@ class RowsByExpert(NamedTuple):
         rows: Values `[*rows, hidden]`, and scales if they are FP8.
         offsets: int32 `[local_experts + 1]`: index of each expert's first row over all blocks.
         counts: int32 `[local_experts]`: number of rows of each expert.
-        dst_addr: int64, one per row: the address at the token's owner to which `push` stores it, or
-            None.
-        abort_flag: int32 `[1]` if owners poll for the rows: while it is not 0, `push` must store
-            nothing.
+        dst_addr: int64, one per row: the address at the token's owner where `run_push` stores it,
+            or None.
+        abort_flag: int32 `[1]` if owners poll for the rows: while it is not 0, `run_push` must
+            store nothing.
     """
 
     rows: tuple[torch.Tensor, ...]
@@ -38,7 +38,7 @@ class RowsByExpert(NamedTuple):
     abort_flag: torch.Tensor | None = None
 
 
-def torch_layout(device: torch.device) -> Layout:
+def select_torch_layout(device: torch.device) -> Layout:
     """Return the layout of rows: packed on a CPU, one block per expert on a GPU."""
     return "contiguous" if device.type == "cpu" else "masked"
 
@@ -46,8 +46,8 @@ def torch_layout(device: torch.device) -> Layout:
 class TorchExperts:
     """Experts on torch's matrix products, with buffers that layers of one workspace share.
 
-    Call `up`, then `down` or `push`. On a GPU all of them only enqueue. FP8 rows are widened to the
-    layer's dtype.
+    Call `run_gate_up`, then `run_down` or `run_push`. On a GPU they only enqueue
+    kernels. FP8 rows are converted to the layer's dtype.
 
     Args:
         rows: `[max_rows]` for packed rows, or `[experts, max_rows]`.
@@ -71,20 +71,20 @@ class TorchExperts:
         hidden, inner = config.hidden, config.intermediate
         powers = (*rows, hidden // 32) if quantize == "mxfp8" else (0,)
         self._scales = torch.empty(powers, dtype=torch.float32, device=device)
-        self._wide = allocate(hidden, quantize is not None)
+        self._dequantized = allocate(hidden, quantize is not None)
         self._h, self._act, self._y = allocate(2 * inner), allocate(inner), allocate(hidden)
-        self._used = 0
-        self._spans: list[tuple[int, slice]] = []  # packed rows of each expert that has any
+        self._num_used = 0
+        self._spans: list[tuple[int, slice]] = []  # packed rows of each expert with rows
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """All buffers."""
-        return (self._wide, self._scales, self._h, self._act, self._y)
+        return (self._dequantized, self._scales, self._h, self._act, self._y)
 
-    def prepare(self, weights: ExpertWeights) -> None:
-        """Prepare for calls with weights of this dtype. Torch needs no preparation."""
+    def load_kernels(self, weights: ExpertWeights) -> None:
+        """Load all kernels for weights of this dtype. Torch loads its own."""
 
-    def up(
+    def run_gate_up(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
     ) -> None:
         """Run the gate and up projections and the gating.
@@ -93,21 +93,21 @@ class TorchExperts:
             tokens: Approximate number of tokens per rank, a hint for the choice of plan.
             early: Whether the kernel may start while the previous one still runs.
         """
-        self._used = used = self._read_spans(rows)
-        x = self._widen(rows.rows)[:used]
-        h = self._h[:used]
+        self._num_used = num_used = self._read_spans(rows)
+        x = self._dequantize(rows.rows)[:num_used]
+        h = self._h[:num_used]
         self._multiply(x, weights.gate_up, weights.gate_up_bias, h)
-        self._gating.apply(h, out=self._act[:used])
+        self._gating.apply(h, out=self._act[:num_used])
 
-    def down(self, weights: ExpertWeights) -> torch.Tensor:
+    def run_down(self, weights: ExpertWeights) -> torch.Tensor:
         """Run the down projection and return `[*rows, hidden]`."""
-        act, y = self._act[: self._used], self._y[: self._used]
+        act, y = self._act[: self._num_used], self._y[: self._num_used]
         self._multiply(act, weights.down, weights.down_bias, y)
         return self._y
 
-    def push(self, weights: ExpertWeights) -> None:
+    def run_push(self, weights: ExpertWeights) -> None:
         """Run the down projection and store each row at its `dst_addr`. `GroupedExperts` only."""
-        raise InvalidArgument("torch's products store no rows at peers; use gemm='grouped'")
+        raise InvalidArgument("gemm='torch' cannot store rows at peers; use gemm='grouped'")
 
     def release_rows(self) -> None:
         """Drop references to the rows of the last call, whose memory a graph may reuse."""
@@ -141,14 +141,15 @@ class TorchExperts:
             else:
                 torch.addmm(bias[expert], x[span], matrix, out=out[span])
 
-    def _widen(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _dequantize(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return the rows in the layer's dtype: `round(q * scale)` for FP8 rows."""
         if self._quantize is None:
             return rows[0]
         q, scales = rows
         if self._scales.numel():
             scales = self._scales.copy_(scales)
-        wide = self._wide.copy_(q)  # exact: the wider dtype represents every e4m3 value
-        columns = wide.shape[-1] // scales.shape[-1]
-        wide.view(*scales.shape, columns).mul_(scales.unsqueeze(-1))
-        return wide
+        # Exact: the wider dtype represents every e4m3 value.
+        dequantized = self._dequantized.copy_(q)
+        columns = dequantized.shape[-1] // scales.shape[-1]
+        dequantized.view(*scales.shape, columns).mul_(scales.unsqueeze(-1))
+        return dequantized

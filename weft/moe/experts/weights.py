@@ -27,7 +27,7 @@ from weft.gemm.mxfp4 import (
 from weft.group.hosts import resolve_device
 from weft.moe.experts.checkpoint import MAX_LAYER, Part, open_layer
 from weft.moe.experts.modules import Expert
-from weft.moe.experts.quantize import expand_scales, mxfp4_to_fp8, quantize_blocks, to_fp8
+from weft.moe.experts.quantize import convert_to_fp8, expand_scales, mxfp4_to_fp8, quantize_blocks
 from weft.moe.models import MoEConfig
 from weft.runtime.ambient import disable_autocast
 from weft.runtime.check import check_tensor
@@ -70,7 +70,7 @@ class ExpertWeights:
         """Return the same experts in FP8 with one scale for each 128 x 128 block.
 
         Raises:
-            InvalidArgument: a size is no multiple of 128.
+            InvalidArgument: a size is not a multiple of 128.
         """
         return self._convert(quantize_blocks)
 
@@ -79,8 +79,8 @@ class ExpertWeights:
         """Return the same experts in MXFP4, packed for `grouped_gemm`.
 
         Raises:
-            InvalidArgument: a size is no multiple of 128, the weights have scales, or
-                `weft.gemm.pack_mxfp4` refuses them.
+            InvalidArgument: a size is not a multiple of 128, the weights have scales, or
+                `weft.gemm.pack_mxfp4` rejects them.
         """
         if self.gate_up_scale is not None or self.down_scale is not None:
             raise InvalidArgument(
@@ -127,9 +127,9 @@ class ExpertWeights:
             for i, expert in enumerate(experts):
                 tensor = getattr(expert, name, None)
                 if tensor is None or tensor.shape != shape:
-                    have = None if tensor is None else list(tensor.shape)
+                    actual = None if tensor is None else list(tensor.shape)
                     raise InvalidArgument(
-                        f"expert {i} has {name} {have}; the config wants {list(shape)}"
+                        f"expert {i} has {name} {actual}; the config expects {list(shape)}"
                     )
                 stacked[name][i] = tensor
         return cls(**stacked)
@@ -162,7 +162,7 @@ class ExpertWeights:
 
         - MXFP4, and FP8 with a scale per 128 x 128: the bits of the checkpoint.
         - FP8 with power-of-two scales per 32 or 128 columns (MXFP8), or with one scale per matrix:
-          each 128 x 128 block takes its largest scale. Values below 2^-6 of it are rounded to
+          each 128 x 128 block uses its largest scale. Values below 2^-6 of it are rounded to
           multiples of 2^-9 of it; all others are exact.
         - Other FP8, INT4 and wider weights: rounded as by `to_fp8`.
 
@@ -174,8 +174,8 @@ class ExpertWeights:
             layer: Index of the layer in the model.
             experts: Global ids, such as `MoE.local_experts`.
             config: Sizes of the layer, such as `MoEConfig.from_hf(folder)`. If fused MXFP4 experts
-                have sizes that are no multiples of 128 (GPT-OSS: 2880), round the config's sizes up
-                for fp8; the additional rows and columns are zero.
+                have sizes that are not multiples of 128 (GPT-OSS: 2880), round the config's sizes
+                up for fp8; the additional rows and columns are zero.
             prefix: Prefix of the layers' names if the checkpoint has several stacks of layers:
                 "mtp" for `mtp.layers.0.*`. Default: the main model's stack.
             fp8: Return weights for `MoE(fp8=True)`.
@@ -183,7 +183,7 @@ class ExpertWeights:
 
         Raises:
             InvalidArgument: a tensor is missing, has the wrong shape or a dtype that weft does not
-                read, or is MXFP4 that `weft.gemm.pack_mxfp4` refuses.
+                read, or is MXFP4 that `weft.gemm.pack_mxfp4` rejects.
         """
         config = check_instance("config", config, MoEConfig)
         layer = check_int("layer", layer, 0, MAX_LAYER)
@@ -196,7 +196,7 @@ class ExpertWeights:
             stored = MXFP4 if reader.mxfp4 else FP8
             weights = cls._empty(config, len(expert_ids), device, stored if fp8 else config.dtype)
             for local_id, expert in enumerate(expert_ids):
-                for part in reader.parts(expert):
+                for part in reader.read_parts(expert):
                     weights._write(local_id, part)
         return weights
 
@@ -234,7 +234,7 @@ class ExpertWeights:
 
         Raises:
             InvalidArgument: a tensor has the wrong shape or dtype, a scale is NaN, or
-                `weft.gemm.pack_mxfp4` refuses the weights.
+                `weft.gemm.pack_mxfp4` rejects the weights.
         """
         check_instance("config", config, MoEConfig)
         check_bools(interleaved=interleaved, packed=packed)
@@ -260,8 +260,8 @@ class ExpertWeights:
         for field, bias in biases.items():
             rows = {"gate_up": 2 * inner, "down": hidden}[field]
             if config.biased and (bias is None or tuple(bias.shape) != (experts, rows)):
-                have = None if bias is None else list(bias.shape)
-                raise InvalidArgument(f"{field}_bias is {have}; it must be {[experts, rows]}")
+                actual = None if bias is None else list(bias.shape)
+                raise InvalidArgument(f"{field}_bias is {actual}; it must be {[experts, rows]}")
         weights = cls._empty(config, experts, device, MXFP4 if packed else FP8)
         wide, pairs = config.intermediate, (slice(0, None, 2), slice(1, None, 2))
         gate, up = pairs if interleaved else (slice(0, inner), slice(inner, 2 * inner))
@@ -275,11 +275,11 @@ class ExpertWeights:
             for field, target, source, columns in copies:
                 values, scale = (t[expert].view(torch.uint8)[source] for t in tensors[field])
                 name = f"expert {expert}, {field} of rows {target.start}.."
-                weights._write(expert, Part(name, field, target, values, scale).padded(columns))
+                weights._write(expert, Part(name, field, target, values, scale).pad(columns))
                 bias = biases[field]
                 if config.biased and bias is not None:
                     part = Part(name, f"{field}_bias", target, bias[expert][source])
-                    weights._write(expert, part.padded(0))
+                    weights._write(expert, part.pad(0))
         return weights
 
     @classmethod
@@ -319,14 +319,14 @@ class ExpertWeights:
             if values.dtype == MXFP4 and scale is not None:
                 q, q_scale = mxfp4_to_fp8(values, scale, part.name)
             else:
-                q, q_scale = to_fp8(values, scale, part.block)
+                q, q_scale = convert_to_fp8(values, scale, part.block)
             blocks = slice(part.rows.start // FP8_BLOCK, part.rows.stop // FP8_BLOCK)
             getattr(self, f"{part.field}_scale")[expert, blocks] = q_scale
             target.copy_(q)
         elif scale is None:
             target.copy_(values)
         else:
-            for start in range(0, len(values), FP8_BLOCK):  # limits the size of fp32 copies
+            for start in range(0, len(values), FP8_BLOCK):  # limits the fp32 copies
                 rows = slice(start, min(start + FP8_BLOCK, len(values)))
                 factors = expand_scales(scale, part.block, rows, values.shape[1])
                 target[rows] = (values[rows].float() * factors).to(target.dtype)
@@ -340,7 +340,7 @@ class ExpertWeights:
             config: Sizes of the layer.
             local_experts: Number of experts of this rank.
             device: Device of the weights.
-            fp8: Whether the layer takes FP8 or MXFP4 weights, with their scales.
+            fp8: Whether the layer uses FP8 or MXFP4 weights, with their scales.
 
         Raises:
             InvalidArgument: a tensor does not match the config or the placement.
@@ -355,7 +355,7 @@ class ExpertWeights:
             stored = MXFP4 if is_mxfp4 else FP8
         if stored == MXFP4 and config.dtype not in DTYPES_16BIT:
             raise InvalidArgument(
-                f"the layer is {config.dtype}; MXFP4 weights are for bfloat16 and float16"
+                f"the layer's dtype is {config.dtype}; MXFP4 weights need bfloat16 or float16"
             )
         expected = _expected_tensors(config, stored)
         for field in dataclass_fields(self):
@@ -363,8 +363,8 @@ class ExpertWeights:
                 continue
             if field.name.endswith("_bias"):
                 raise InvalidArgument(
-                    "the weights have biases, the config has biased=False; leave them out, or set "
-                    "it"
+                    "the weights have biases, but the config has biased=False: leave them out, or "
+                    "set biased=True"
                 )
             raise InvalidArgument(
                 f"{field.name} is set, but the layer's weights are {config.dtype}: leave it out, "
@@ -374,12 +374,12 @@ class ExpertWeights:
         if isinstance(gate_up, torch.Tensor):
             if stored == FP8 and gate_up.dtype == config.dtype:
                 raise InvalidArgument(
-                    f"gate_up has dtype {gate_up.dtype}, and the layer was built with fp8=True: "
+                    f"gate_up has dtype {gate_up.dtype}, but the layer was built with fp8=True: "
                     "pass weights.to_fp8(), or leave fp8 out"
                 )
             if gate_up.dim() and gate_up.shape[0] != local_experts:
                 raise InvalidArgument(
-                    f"gate_up has {gate_up.shape[0]} experts, and this rank has {local_experts} of "
+                    f"gate_up has {gate_up.shape[0]} experts, but this rank has {local_experts} of "
                     f"the layer's {config.routing.num_experts}: pass only this rank's experts"
                 )
         for name, (shape, dtype) in expected.items():

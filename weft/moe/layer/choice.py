@@ -23,20 +23,20 @@ OVERLAPS = ("none", "shared_expert", "gemm_push")
 # less time than throughput at 8 to 64 tokens per rank, never more than 0.5 % more (DeepSeek-V3,
 # -V4-Flash and -V4-Pro in FP8, 2026-11-27). At 128 tokens it is up to 1.2 % slower on one GPU, at
 # 512 up to 4 %, and its memory grows with the tokens of all ranks.
-LOW_LATENCY_TOKENS = 64
+LOW_LATENCY_MAX_TOKENS = 64
 # Largest max_tokens for which overlap="auto" selects gemm_push. It is the fastest, or within 0.3 %
 # of the fastest, at all of 46 points (DeepSeek-V3, GLM-4.5-Air, gpt-oss-120b, Qwen3-30B-A3B in FP8
 # and bf16, 2 and 4 x H200, 2026-11-21 and 2026-11-22). Larger sizes were not measured: there, a
 # slot for every expert of a token takes much memory.
-PUSHED_TOKENS = {"throughput": 1024, "low_latency": 512}
+GEMM_PUSH_MAX_TOKENS = {"throughput": 1024, "low_latency": 512}
 # The same for one rank. Nothing crosses NVLink, and gemm_push takes 5 % more time than "none" at
 # 512 and 1024 tokens of DeepSeek-V3, 2 to 3 % less at 8 and 64 (1 x H200, 2026-11-23).
-PUSHED_TOKENS_ALONE = 256
+GEMM_PUSH_MAX_TOKENS_ONE_RANK = 256
 
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """The mode and overlap of a layer, and the reason.
+    """The mode and overlap of a layer, and the rule that selected them.
 
     Attributes:
         mode: Mode of the layer.
@@ -54,81 +54,86 @@ class LayerChoice:
     @property
     def text(self) -> str:
         """The choice and its reason as a sentence."""
-        prefix = f"{self.overlap}, as asked. auto: " if self.overlap != self.auto else ""
+        prefix = f"{self.overlap}, as requested. auto: " if self.overlap != self.auto else ""
         return f"{prefix}{self.reason}"
 
 
 def choose_mode(
-    serving: Sequence[tuple[str, str]], *, max_tokens: int, gpus: bool
+    supported: Sequence[tuple[str, str]], *, max_tokens: int, on_gpu: bool
 ) -> tuple[str, str]:
     """Return the mode that "auto" selects, and the reason.
 
     Args:
-        serving: Pairs of mode and overlap that serve the layer on all ranks, at least one.
-        gpus: Whether the ranks are GPUs. CPU ranks were not measured.
+        supported: Pairs of mode and overlap that all ranks support, at least one.
+        on_gpu: Whether the ranks are GPUs. CPU ranks were not measured.
     """
-    modes = {mode for mode, _ in serving}
+    modes = {mode for mode, _ in supported}
     if len(modes) == 1:
         mode = modes.pop()
         return mode, f"mode {mode}: the only one that was requested or that supports this layer."
-    small = max_tokens <= LOW_LATENCY_TOKENS and gpus and ("low_latency", "gemm_push") in serving
+    small = (
+        max_tokens <= LOW_LATENCY_MAX_TOKENS
+        and on_gpu
+        and ("low_latency", "gemm_push") in supported
+    )
     mode = "low_latency" if small else "throughput"
     return mode, (
         f"mode {mode} for up to {max_tokens} tokens a rank: low_latency up to "
-        f"{LOW_LATENCY_TOKENS} on GPUs where it has gemm_push, up to 3 % faster there (DeepSeek-V3 "
-        "and -V4, 1 and 2 x H100, 2026-11-27)."
+        f"{LOW_LATENCY_MAX_TOKENS} on GPUs where it supports gemm_push, up to 3 % faster there "
+        "(DeepSeek-V3 and -V4, 1 and 2 x H100, 2026-11-27)."
     )
 
 
 def choose_overlap(
-    serving: Sequence[tuple[str, str]], mode: str, *, max_tokens: int, ranks: int
+    supported: Sequence[tuple[str, str]], mode: str, *, max_tokens: int, num_ranks: int
 ) -> tuple[str, str]:
     """Return the overlap that "auto" selects in a mode, and the reason.
 
     Arguments are those of `choose_mode`.
     """
-    candidates = [overlap for other_mode, overlap in serving if other_mode == mode]
+    candidates = [overlap for other_mode, overlap in supported if other_mode == mode]
     if len(candidates) == 1:
         return candidates[0], f"overlap {candidates[0]}: no other supports this layer."
-    limit = PUSHED_TOKENS[mode] if ranks > 1 else PUSHED_TOKENS_ALONE
+    limit = GEMM_PUSH_MAX_TOKENS[mode] if num_ranks > 1 else GEMM_PUSH_MAX_TOKENS_ONE_RANK
     if "gemm_push" in candidates and max_tokens <= limit:
         overlap = "gemm_push"
     else:
         overlap = "shared_expert" if "shared_expert" in candidates else candidates[0]
     return overlap, (
-        f"overlap {overlap} for up to {max_tokens} tokens a rank: gemm_push up to {limit} where it "
-        "serves, within 0.3 % of the fastest at 46 points (4 models, 2 and 4 x H200, 2026-11-22); "
-        "else shared_expert, or none."
+        f"overlap {overlap} for up to {max_tokens} tokens a rank: gemm_push up to {limit} where "
+        "supported, within 0.3 % of the fastest at 46 points (4 models, 2 and 4 x H200, "
+        "2026-11-22); else shared_expert, or none."
     )
 
 
 def agree_on_choice(
-    group: Group, serving: Sequence[tuple[str, str]], *, overlap: str, max_tokens: int
+    group: Group, supported: Sequence[tuple[str, str]], *, overlap: str, max_tokens: int
 ) -> LayerChoice:
-    """Choose this layer's mode and overlap, equal on all ranks. Collective.
+    """Choose the layer's mode and overlap, equal on all ranks. Collective.
 
     Args:
-        serving: Pairs of mode and overlap that serve the layer on this rank. The choice is among
-            those that all ranks have in common.
+        supported: Pairs of mode and overlap that this rank supports. Only pairs that all ranks
+            support can be chosen.
         overlap: "auto" or an overlap, equal on all ranks.
         max_tokens: Maximum tokens of a rank in one call, equal on all ranks.
 
     Raises:
-        GeometryMismatch: no pair serves all ranks. Every rank raises it.
+        GeometryMismatch: no pair is supported by all ranks. Every rank raises it.
     """
-    gathered = group.all_gather([" ".join(pair) for pair in serving])
-    by_rank = {rank: gathered[rank] for rank in group.living}
+    pairs_by_rank = group.all_gather([" ".join(pair) for pair in supported])
+    by_rank = {rank: pairs_by_rank[rank] for rank in group.living}
     first = by_rank[group.living[0]]
     common = [pair for pair in first if all(pair in pairs for pairs in by_rank.values())]
     if not common:
         lists = "; ".join(f"rank {rank}: {', '.join(pairs)}" for rank, pairs in by_rank.items())
         raise GeometryMismatch(
-            f"no overlap serves all ranks ({lists}): pass the same combine_dtype and gemm on each"
+            f"no overlap is supported by all ranks ({lists}): pass the same combine_dtype and gemm "
+            "on each"
         )
     pairs = [(pair.split()[0], pair.split()[1]) for pair in common]
-    gpus = group.device.type == "cuda"
-    mode, mode_reason = choose_mode(pairs, max_tokens=max_tokens, gpus=gpus)
-    auto, reason = choose_overlap(pairs, mode, max_tokens=max_tokens, ranks=group.size)
+    on_gpu = group.device.type == "cuda"
+    mode, mode_reason = choose_mode(pairs, max_tokens=max_tokens, on_gpu=on_gpu)
+    auto, reason = choose_overlap(pairs, mode, max_tokens=max_tokens, num_ranks=group.size)
     selected = auto if overlap == AUTO else overlap
     choice = LayerChoice(mode, selected, auto, f"{mode_reason} {reason}")
     if group.rank == 0:

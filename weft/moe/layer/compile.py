@@ -17,8 +17,8 @@ from weft.runtime.check import allow_fake_tensors
 from weft.runtime.library import Traced, detach, lookup
 
 
-class TracedLayer(Traced, Protocol):
-    """What the operators here use of an MoE layer."""
+class TraceableLayer(Traced, Protocol):
+    """The attributes and methods of an MoE layer that the custom ops use."""
 
     @property
     def config(self) -> MoEConfig: ...
@@ -77,7 +77,7 @@ def _route(
 def _(
     logits: torch.Tensor, num_tokens: torch.Tensor | None, handle: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layer: TracedLayer = lookup(handle)
+    layer: TraceableLayer = lookup(handle)
     routing = layer.config.routing
     check_route(routing, logits, layer.correction, num_tokens)
     size = (logits.shape[0], routing.top_k)
@@ -86,7 +86,7 @@ def _(
 
 @torch.library.custom_op("weft::moe_experts", mutates_args=("output", "order"))
 def _experts(output: torch.Tensor, order: torch.Tensor, handle: int) -> None:
-    layer: TracedLayer = lookup(handle)
+    layer: TraceableLayer = lookup(handle)
     exchange = layer.exchange
     assert isinstance(exchange, AllToAll)
     # The graph holds copies of the received rows; the experts read the originals.
@@ -107,12 +107,12 @@ def _expert_rows(
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    layer: TracedLayer = lookup(handle)
-    unused = Handle(0, 0, 0)  # the experts do not read it
+    layer: TraceableLayer = lookup(handle)
+    unused = Handle(0, 0, 0)  # unused by the experts
     result = layer.experts(ExpertRows(x, scales, counts, source, ranges, unused))
-    assert result is not None  # gemm_push, which returns None, is refused while tracing
+    assert result is not None  # gemm_push, which returns None, raises while tracing
     y.copy_(result)
-    layer.workspace.experts.release_rows()  # their memory is the graph's, which may reuse it
+    layer.workspace.experts.release_rows()  # the graph owns their memory and may reuse it
 
 
 @_experts.register_fake
@@ -121,8 +121,8 @@ def _(*args: Any) -> None:
     lookup(args[-1])
 
 
-def traced_call(
-    layer: TracedLayer,
+def trace_call(
+    layer: TraceableLayer,
     x: torch.Tensor,
     routing: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     rows: int | None,
@@ -137,15 +137,15 @@ def traced_call(
     return out
 
 
-def traced_route(
-    layer: TracedLayer, logits: torch.Tensor, num_tokens: torch.Tensor | None
+def trace_route(
+    layer: TraceableLayer, logits: torch.Tensor, num_tokens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call `MoE.route` inside a compiled graph; it runs the same kernel as an eager call."""
     ids, weights = torch.ops.weft.moe_route(logits.detach(), num_tokens, layer.library_handle)
     return ids, weights
 
 
-def traced_experts(layer: TracedLayer, received: Received | ExpertRows) -> torch.Tensor | None:
+def trace_experts(layer: TraceableLayer, received: Received | ExpertRows) -> torch.Tensor | None:
     """Call `MoE.experts` inside a compiled graph; in low-latency mode the result is a copy."""
     if isinstance(received, Received):
         exchange = layer.exchange

@@ -74,16 +74,16 @@ class LayerOptions(RunOptions):
             )
         if replicas.num_experts != experts:
             raise InvalidArgument(
-                f"replicas are of {replicas.num_experts} experts, the config has {experts}"
+                f"replicas are for {replicas.num_experts} experts, but the config has {experts}"
             )
         if hosts > 1:
             raise InvalidArgument(
-                f"replicas are given in a group of {hosts} hosts, but weft does not choose "
+                f"replicas were passed for a group of {hosts} hosts, but weft does not choose "
                 "replicas by host yet: leave them out, or pass expert_map"
             )
 
-    def num_physical(self, config: MoEConfig) -> int:
-        """Return the number of physical experts over all ranks, which the ids of dispatch name."""
+    def num_physical_experts(self, config: MoEConfig) -> int:
+        """Return the number of physical experts over all ranks, the range of dispatch's ids."""
         replicas = self.replicas
         return config.routing.num_experts if replicas is None else len(replicas.logical)
 
@@ -93,8 +93,8 @@ class LayerOptions(RunOptions):
 
     def manifest(self, config: MoEConfig) -> dict[str, str]:
         """Return the values that must be equal on all ranks."""
-        compared = ("max_tokens", "mode", "overlap", "missing", "fp8")
-        rules = asdict(config) | {name: getattr(self, name) for name in compared}
+        compared_fields = ("max_tokens", "mode", "overlap", "missing", "fp8")
+        rules = asdict(config) | {name: getattr(self, name) for name in compared_fields}
         # Each layer of a workspace has its own placement, and relocate may change it.
         rules["replicas"] = None if self.replicas is None else len(self.replicas.logical)
         return {name: str(value) for name, value in rules.items()}
@@ -134,13 +134,13 @@ class LayerPlan:
 def build_plans(
     config: MoEConfig, options: LayerOptions, device: torch.device, *, hosts: int = 1
 ) -> dict[tuple[str, str], LayerPlan]:
-    """Return the plans that serve on this device, by mode and overlap.
+    """Return the plans that this device supports, by mode and overlap.
 
     With an explicit overlap, the other overlaps of its mode are included, so that `LayerChoice` can
     report what "auto" would select.
 
     Raises:
-        InvalidArgument: no plan serves the requested mode and overlap.
+        InvalidArgument: no plan supports the requested mode and overlap.
     """
     options.check_for(check_instance("config", config, MoEConfig), hosts)
     modes = MODES if options.mode == AUTO else (options.mode,)
@@ -148,7 +148,7 @@ def build_plans(
     errors: dict[tuple[str, str], str] = {}
     for mode, overlap in itertools.product(modes, OVERLAPS):
         if overlap == "shared_expert" and not config.shared and options.overlap != overlap:
-            continue  # there would be nothing to overlap
+            continue  # nothing to overlap
         try:
             plan = build_plan(replace(options, mode=mode, overlap=overlap), config, device)
         except InvalidArgument as error:
@@ -156,8 +156,8 @@ def build_plans(
         else:
             plans[mode, overlap] = plan
     if options.overlap != AUTO:
-        serving_modes = {mode for mode, overlap in plans if overlap == options.overlap}
-        plans = {key: plan for key, plan in plans.items() if key[0] in serving_modes}
+        supported_modes = {mode for mode, overlap in plans if overlap == options.overlap}
+        plans = {key: plan for key, plan in plans.items() if key[0] in supported_modes}
     if not plans:
         first = options.overlap if options.overlap != AUTO else OVERLAPS[0]
         raise InvalidArgument(errors[modes[0], first])
@@ -176,31 +176,33 @@ def build_plan(options: LayerOptions, config: MoEConfig, device: torch.device) -
         return plan
     if options.combine_dtype is not None:
         raise InvalidArgument(
-            f"combine_dtype is {options.combine_dtype!r}, overlap 'gemm_push', whose rows the down "
-            "projection stores at their owners in the layer's dtype: leave combine_dtype out"
+            f"combine_dtype is {options.combine_dtype!r}, but with "
+            "overlap='gemm_push' the down projection stores rows in the layer's dtype: leave it out"
         )
     if gemm != "grouped":
         raise InvalidArgument(
-            "overlap 'gemm_push' needs a GEMM that stores its rows at their owners, gemm is "
+            "overlap='gemm_push' needs a GEMM that stores rows at their owners, but gemm is "
             f"{gemm!r}: use gemm='grouped'"
         )
-    experts = options.num_physical(config)  # upper bound for one rank
-    if low_latency and not pushes_in_place(config, experts, fp8=options.fp8, device=device):
+    experts = options.num_physical_experts(config)  # upper bound for one rank
+    if low_latency and not supports_flag_in_data(config, experts, fp8=options.fp8, device=device):
         raise InvalidArgument(
-            "overlap 'gemm_push', mode 'low_latency': only the Hopper GEMM stores rows whose "
-            "arrival their owner polls, and it does not support this layer on this device: use "
-            "'shared_expert' or 'none', or mode='throughput'"
+            "overlap='gemm_push' with mode='low_latency' needs the Hopper GEMM, which does not "
+            "support this layer on this device: use overlap='shared_expert' or 'none', or "
+            "mode='throughput'"
         )
     return plan
 
 
-def exchange_sizes(config: MoEConfig, options: LayerOptions, plan: LayerPlan) -> dict[str, Any]:
-    """Return the size arguments for the constructor and `memory_bytes` of a plan's all-to-all."""
+def build_exchange_kwargs(
+    config: MoEConfig, options: LayerOptions, plan: LayerPlan
+) -> dict[str, Any]:
+    """Return keyword arguments for the constructor and `memory_bytes` of a plan's all-to-all."""
     sizes = {
         "max_tokens": options.max_tokens,
         "hidden": config.hidden,
         "top_k": config.routing.top_k,
-        "num_experts": options.num_physical(config),
+        "num_experts": options.num_physical_experts(config),
         "dtype": config.dtype,
         "expert_map": options.expert_map,
         "quantize": plan.quantize,
@@ -228,12 +230,12 @@ def choose_gemm(
     Raises:
         InvalidArgument: the GEMM does not support this device, dtype or size.
     """
-    unsupported = _unsupported_by_grouped(config, fp8, quantize)
+    unsupported = _find_grouped_gemm_limit(config, fp8, quantize)
     if gemm == AUTO and device.type == "cuda" and not unsupported and is_triton_installed():
         gemm = "grouped"
     if gemm == "grouped" or fp8:
         if unsupported or gemm == "torch":
-            reason = unsupported or "has no FP8 weights; use grouped"
+            reason = unsupported or "does not support FP8 weights; use 'grouped'"
             raise InvalidArgument(f"gemm {gemm!r} {reason}")
         if device.type == "cuda":
             import_triton()  # raises here rather than in the middle of a round
@@ -241,8 +243,10 @@ def choose_gemm(
     return "torch"
 
 
-def pushes_in_place(config: MoEConfig, experts: int, *, fp8: bool, device: torch.device) -> bool:
-    """Whether the down projection can store rows whose arrival their owner polls."""
+def supports_flag_in_data(
+    config: MoEConfig, experts: int, *, fp8: bool, device: torch.device
+) -> bool:
+    """Whether the down projection supports flag-in-data stores, which the owners poll."""
     if device.type == "cpu":
         return True
     plan = fastest_plan(
@@ -262,33 +266,35 @@ def pushes_in_place(config: MoEConfig, experts: int, *, fp8: bool, device: torch
 def _check_low_latency(options: LayerOptions) -> None:
     if options.quantize not in (None, "fp8"):
         raise InvalidArgument(
-            f"quantize is {options.quantize!r}, mode 'low_latency': use 'fp8' or None"
+            f"quantize is {options.quantize!r} with mode='low_latency': use 'fp8' or None"
         )
     if options.max_rows is not None:
         raise InvalidArgument(
-            f"max_rows is {options.max_rows}, mode 'low_latency', where every expert has room for "
-            "all tokens of all ranks: leave it out"
+            f"max_rows is {options.max_rows} with mode='low_latency', where every expert has rows "
+            "for all tokens of all ranks: leave it out"
         )
     if options.max_tokens > MAX_TOKENS:
         raise InvalidArgument(
-            f"max_tokens is {options.max_tokens}, mode 'low_latency' has at most {MAX_TOKENS}: use "
-            "mode='throughput'"
+            f"max_tokens is {options.max_tokens}, but mode='low_latency' supports at most "
+            f"{MAX_TOKENS}: use mode='throughput'"
         )
 
 
-def _unsupported_by_grouped(config: MoEConfig, fp8: bool, quantize: str | None) -> str:
-    """Return why weft.gemm does not support the layer, or an empty string."""
+def _find_grouped_gemm_limit(config: MoEConfig, fp8: bool, quantize: str | None) -> str:
+    """Return the reason why weft.gemm does not support the layer, or an empty string."""
     if fp8:
         if quantize != "fp8":
-            return f"with FP8 weights takes FP8 rows; quantize is {quantize!r}: use 'fp8'"
+            return f"with FP8 weights needs FP8 rows; quantize is {quantize!r}: use 'fp8'"
         for name, size in (("hidden", config.hidden), ("intermediate", config.intermediate)):
             if size % FP8_BLOCK:
-                return f"has scales by {FP8_BLOCK} columns; {name} is {size}"
+                return f"needs sizes that are multiples of {FP8_BLOCK}; {name} is {size}"
         return ""
     if quantize is not None:
-        return f"multiplies rows as they come; quantize={quantize!r} needs FP8 weights"
+        return f"does not dequantize rows; quantize={quantize!r} needs FP8 weights"
     if config.dtype not in (torch.bfloat16, torch.float16):
-        return f"multiplies FP8, bfloat16 and float16; the layer has {config.dtype}"
+        return f"supports FP8, bfloat16 and float16; the layer's dtype is {config.dtype}"
     if config.hidden % 8 or config.intermediate % 8:
-        return f"needs rows of a multiple of 8; {config.hidden} and {config.intermediate} are not"
+        return (
+            f"needs multiples of 8; hidden is {config.hidden}, intermediate {config.intermediate}"
+        )
     return ""

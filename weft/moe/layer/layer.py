@@ -35,17 +35,17 @@ from weft.moe.layer.low_latency import LowLatencyWorkspace
 from weft.moe.layer.memory import memory_bytes
 from weft.moe.layer.placement import LayerPlacement
 from weft.moe.layer.throughput import ThroughputWorkspace
-from weft.moe.layer.workspace import Exchange, LayerWorkspace, Shared
+from weft.moe.layer.workspace import Exchange, LayerWorkspace, SharedExpert
 from weft.moe.models import MoEConfig
 from weft.moe.replicas.placement import Replicas
 from weft.moe.routing.router import (
     Routed,
     check_route,
     check_topk,
-    normalize_checked,
     normalize_topk,
     route,
-    route_checked,
+    run_normalize_topk,
+    run_route,
 )
 from weft.runtime import library
 from weft.runtime.ambient import allow_during_capture, disable_autocast, disable_inference_mode
@@ -114,7 +114,7 @@ class MoE:
         weights: ExpertWeights | Callable[[tuple[int, ...]], ExpertWeights],
         *,
         max_tokens: int,
-        shared: Shared | None = None,
+        shared: SharedExpert | None = None,
         correction: torch.Tensor | None = None,
         mode: str = "auto",
         overlap: str = "auto",
@@ -155,7 +155,7 @@ class MoE:
         self,
         weights: ExpertWeights | Callable[[tuple[int, ...]], ExpertWeights],
         *,
-        shared: Shared | None = None,
+        shared: SharedExpert | None = None,
         correction: torch.Tensor | None = None,
         replicas: Replicas | None = None,
     ) -> MoE:
@@ -218,7 +218,7 @@ class MoE:
 
     @property
     def exchange(self) -> Exchange:
-        """The all-to-all of the layer: its history, its placement, and custom rounds."""
+        """The layer's all-to-all, for its history, its placement and custom rounds."""
         return self.workspace.exchange
 
     @property
@@ -264,7 +264,7 @@ class MoE:
     ) -> torch.Tensor:
         """Run the layer on this rank's tokens.
 
-        Pass logits, or topk_ids with topk_weights. Invalid tensors are refused before anything is
+        Pass logits, or topk_ids with topk_weights. Invalid tensors are rejected before anything is
         sent. If the shared expert or a GEMM raises in the middle of a round, the peers raise
         PeerLeft with the error's text, and later calls on this rank raise Aborted.
 
@@ -292,17 +292,17 @@ class MoE:
         """
         routing = (logits, topk_ids, topk_weights)
         if torch.compiler.is_dynamo_compiling():
-            return moe_compile.traced_call(self, x, routing, rows, num_tokens, out)
+            return moe_compile.trace_call(self, x, routing, rows, num_tokens, out)
         workspace, placement = self.workspace, self._placement
         if self._closed or placement.lost_experts or placement.relocation_failed:
             self._check_usable()
         rounds = self.check_call(x, routing, rows, num_tokens, out)
-        workspace.begin("a call")
+        workspace.begin("call")
         gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         try:
             self._check_shared()
-            routed = self._select(routing, num_tokens)
+            routed = self._select_experts(routing, num_tokens)
             call_rows = self.exchange.max_tokens if rows is None else rows
             self.exchange.begin_round(self._number, call_rows, 0)
             if rounds == 1:
@@ -361,11 +361,11 @@ class MoE:
                 physical experts.
         """
         if torch.compiler.is_dynamo_compiling():
-            return Routed(*moe_compile.traced_route(self, logits, num_tokens))
+            return Routed(*moe_compile.trace_route(self, logits, num_tokens))
         check_route(self.config.routing, logits, self.correction, num_tokens)
-        return self._select((logits, None, None), num_tokens)
+        return self._select_experts((logits, None, None), num_tokens)
 
-    def _select(
+    def _select_experts(
         self,
         routing: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
         num_tokens: torch.Tensor | None,
@@ -373,13 +373,13 @@ class MoE:
         """Return physical experts and weights for dispatch, from checked tensors."""
         logits, ids, weights = routing
         if logits is not None:
-            routed = route_checked(self.config.routing, logits, self.correction, num_tokens)
+            routed = run_route(self.config.routing, logits, self.correction, num_tokens)
             if self._placement.table is None:
                 return routed
             (ids, weights), num_tokens = routed, None
         assert ids is not None
         assert weights is not None
-        return normalize_checked(
+        return run_normalize_topk(
             ids, weights, num_tokens, self._placement.table, self.exchange.rank
         )
 
@@ -402,7 +402,7 @@ class MoE:
             InvalidArgument: overlap is "gemm_push" in throughput mode, which has no output().
         """
         if torch.compiler.is_dynamo_compiling():
-            return moe_compile.traced_experts(self, received)
+            return moe_compile.trace_experts(self, received)
         self._check_usable()
         self._check_gradients()
         return self.workspace.run_experts(self._weights, received)
@@ -411,7 +411,7 @@ class MoE:
         """Raise the error that the device has recorded since the last check; see `AllToAll.check`.
 
         Raises:
-            UsageError: the device refused part of the input.
+            UsageError: the device rejected part of the input.
             ExpertsLost: no living rank holds some experts.
             GroupError: the group is broken.
         """
@@ -472,48 +472,47 @@ class MoE:
     def _load(
         self,
         weights: ExpertWeights | Callable[[tuple[int, ...]], ExpertWeights],
-        shared: Shared | None,
+        shared: SharedExpert | None,
         correction: torch.Tensor | None,
         replicas: Replicas | None,
     ) -> None:
-        """Load what differs between siblings. Collective: it succeeds on all ranks or on none."""
+        """Load what differs between siblings. Collective; succeeds on all ranks or on none."""
         with self.exchange.group.creation(workspace=self.workspace.creation) as creation:
             creation.add(self)
             self._creation = creation
-            self._load_recorded(weights, shared, correction, replicas)
+            self._load_and_register(weights, shared, correction, replicas)
 
-    def _load_recorded(
+    def _load_and_register(
         self,
         weights: ExpertWeights | Callable[[tuple[int, ...]], ExpertWeights],
-        shared: Shared | None,
+        shared: SharedExpert | None,
         correction: torch.Tensor | None,
         replicas: Replicas | None,
     ) -> None:
-        """Do the work of `_load` while the group records its control messages."""
+        """Load and register the layer while the group records its control messages."""
         group, device, config = self.exchange.group, self.exchange.group.device, self.config
         self._placement = LayerPlacement(self.workspace, replicas)
         self.exchange.on_restart(self._restore_routing)
 
-        def check() -> ExpertWeights:
+        def check_and_prepare() -> ExpertWeights:
             self.exchange.check_open()
             if replicas is not None:
                 self._placement.check_sizes(replicas)
             local = weights(self.local_experts) if callable(weights) else weights
             check_instance("weights", local, ExpertWeights, "or a function that returns them")
             local.check(config, len(self.local_experts), device, fp8=self.workspace.options.fp8)
-            self.workspace.experts.prepare(local)
+            self.workspace.experts.load_kernels(local)
             if shared is not None:
                 check_callable("shared", shared, "[tokens, hidden] -> [tokens, hidden]")
             if (shared is None) == (config.shared > 0):
-                have = "None" if shared is None else "given"
+                actual = "None" if shared is None else "set"
                 raise InvalidArgument(
-                    f"shared is {have}, the config has shared={config.shared}; pass a shared "
-                    "expert exactly if it is above 0, or dataclasses.replace(config, shared=0)"
+                    f"shared is {actual}, but the config has shared={config.shared}; pass a shared "
+                    "expert if and only if it is above 0, or dataclasses.replace(config, shared=0)"
                 )
             if self.workspace.plan.overlap == "shared_expert" and shared is None:
                 raise InvalidArgument(
-                    "overlap is 'shared_expert' without a shared expert; there is nothing to "
-                    "overlap: use overlap='none'"
+                    "overlap is 'shared_expert' without a shared expert: use overlap='none'"
                 )
             size = (0, config.routing.num_experts)
             empty = torch.empty(size, dtype=torch.float32, device=device)
@@ -521,27 +520,29 @@ class MoE:
             normalize_topk(empty.int(), empty.bfloat16())
             return local
 
-        self._weights = group.run_collective(check, action="loading an MoE layer")
+        self._weights = group.run_collective(check_and_prepare, action="loading an MoE layer")
         placement = weakref.ref(self._placement)  # the group keeps the callback
         group.record(
-            lambda messages: messages.compare(_logical(placement()), "the placement of experts")
+            lambda messages: messages.compare(
+                _build_placement_manifest(placement()), "the placement of experts"
+            )
         )
-        self._placement.make_table()
+        self._placement.create_table()
         self._shared, self.correction = shared, correction
         self._checked_shared = False
         names = (f.name for f in fields(ExpertWeights))
-        trained = (n for n in names if getattr(getattr(self._weights, n), "requires_grad", False))
-        self._trained_field = next(trained, "")  # the first field that requires a gradient
+        trainable = (n for n in names if getattr(getattr(self._weights, n), "requires_grad", False))
+        self._trainable_field = next(trainable, "")  # the first field that requires a gradient
         self._number = self.exchange.allocate_layer_number()  # identifies the layer to other ranks
         self.order_tensor = library.get_order_tensor(device)
-        self.library_handle = library.register(self, self.workspace.sizes())
+        self.library_handle = library.register(self, self.workspace.manifest())
         self.workspace.layers.add(self)
         self._closed = False
 
     @internal
     def check_open(self) -> None:
         if self._closed:
-            raise OutOfOrder("this MoE layer was closed; make a new one")
+            raise OutOfOrder("this MoE layer is closed; create a new one")
         self.exchange.check_open()
 
     def _check_usable(self) -> None:
@@ -582,9 +583,9 @@ class MoE:
         if rows is None:
             if tokens > max_tokens:
                 raise TokenOverflow(
-                    f"x has {tokens} tokens, and one round of this layer takes max_tokens="
-                    f"{max_tokens}: pass rows=, the maximum tokens of any rank in this call, on "
-                    "every rank, for several rounds; or build the layer with a larger max_tokens"
+                    f"x has {tokens} tokens, which exceeds max_tokens={max_tokens} of one round: "
+                    "pass rows=, the maximum tokens of any rank in this call, on every rank, for "
+                    "several rounds; or build the layer with a larger max_tokens"
                 )
         elif check_int("rows", rows, 0, min(MAX_ROWS, max_tokens * MAX_ROUNDS)) < tokens:
             raise InvalidArgument(
@@ -622,15 +623,15 @@ class MoE:
         return 1 if rows is None else max(1, -(-rows // max_tokens))
 
     def _check_gradients(self) -> None:
-        """Raise InvalidArgument if the caller would expect gradients of the weights."""
-        if self._trained_field and torch.is_grad_enabled():
+        """Raise InvalidArgument if autograd would need gradients of the weights."""
+        if self._trainable_field and torch.is_grad_enabled():
             raise InvalidArgument(
-                f"weights.{self._trained_field} requires a gradient, and weft computes none: call "
-                "under torch.no_grad(), or build the layer with detached weights"
+                f"weights.{self._trainable_field} requires a gradient, but weft computes none: "
+                "call under torch.no_grad(), or build the layer with detached weights"
             )
 
 
-def _logical(placement: LayerPlacement | None) -> dict[str, list[int] | None]:
-    """Return a layer's current placement in the form that ranks compare."""
+def _build_placement_manifest(placement: LayerPlacement | None) -> dict[str, list[int] | None]:
+    """Return a layer's current placement for comparison between ranks."""
     replicas = None if placement is None else placement.replicas
     return {"logical": None if replicas is None else list(replicas.logical)}

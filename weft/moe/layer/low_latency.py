@@ -8,10 +8,10 @@ import torch
 from weft.arguments import check_instance
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
-from weft.moe.experts.torch_experts import RowsByExpert, torch_layout
+from weft.moe.experts.torch_experts import RowsByExpert, select_torch_layout
 from weft.moe.experts.weights import ExpertWeights
-from weft.moe.layer.config import LayerPlan, exchange_sizes
-from weft.moe.layer.workspace import LayerWorkspace, Shared
+from weft.moe.layer.config import LayerPlan, build_exchange_kwargs
+from weft.moe.layer.workspace import LayerWorkspace, SharedExpert
 from weft.moe.routing.router import Routed
 
 # Tokens per rank from which the first GEMM starts late, so that the shared expert can start before
@@ -22,8 +22,8 @@ LATE_START_TOKENS = 32
 
 
 def uses_packed_rows(plan: LayerPlan, device: torch.device) -> bool:
-    """Whether the experts take all blocks as one packed tensor."""
-    return plan.gemm == "torch" and torch_layout(device) == "contiguous"
+    """Whether the experts use all blocks as one packed tensor."""
+    return plan.gemm == "torch" and select_torch_layout(device) == "contiguous"
 
 
 class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
@@ -34,7 +34,7 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
     def run(
         self,
         weights: ExpertWeights,
-        shared: Shared | None,
+        shared: SharedExpert | None,
         x: torch.Tensor,
         routed: Routed,
         num_tokens: torch.Tensor | None,
@@ -61,13 +61,13 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         check_instance(
             "received", received, ExpertRows, "pass what dispatch of layer.exchange returned"
         )
-        late = self.side_stream.busy and self._tokens >= LATE_START_TOKENS
+        late = self.side_stream.is_busy and self._tokens >= LATE_START_TOKENS
         rows = self._rows_by_expert(received)
-        self.experts.up(weights, rows, tokens=self._tokens, early=not late)
+        self.experts.run_gate_up(weights, rows, tokens=self._tokens, early=not late)
         if received.dst_addr is not None:
-            self.experts.push(weights)
+            self.experts.run_push(weights)
             return None
-        return self.experts.down(weights).view(*received.x.shape[:2], self.config.hidden)
+        return self.experts.run_down(weights).view(*received.x.shape[:2], self.config.hidden)
 
     def _rows_by_expert(self, received: ExpertRows) -> RowsByExpert:
         scales = () if received.scales is None else (received.scales,)
@@ -77,11 +77,11 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         dst_addr = None if received.dst_addr is None else received.dst_addr.view(-1)
         return RowsByExpert(rows, self._offsets, received.counts, dst_addr, received.abort_flag)
 
-    def _open_exchange(self) -> LowLatencyAllToAll:
-        sizes = exchange_sizes(self.config, self.options, self.plan)
+    def _create_exchange(self) -> LowLatencyAllToAll:
+        sizes = build_exchange_kwargs(self.config, self.options, self.plan)
         return LowLatencyAllToAll(self.group, **sizes, **self.options.run_options())
 
-    def _open_rows(self) -> tuple[int, ...]:
+    def _allocate_rows(self) -> tuple[int, ...]:
         self._packed = uses_packed_rows(self.plan, self.group.device)
         exchange = self.exchange
         experts, rows = exchange.num_local_experts, exchange.ep_size * exchange.max_tokens

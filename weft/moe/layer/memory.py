@@ -13,23 +13,29 @@ from weft.grouping.config import build_group_config
 from weft.grouping.operator import buffer_bytes
 from weft.lowlatency.config import LowLatencyConfig, LowLatencySpec
 from weft.moe.layer.choice import AUTO
-from weft.moe.layer.config import LayerOptions, LayerPlan, MemoryQuery, build_plans, exchange_sizes
+from weft.moe.layer.config import (
+    LayerOptions,
+    LayerPlan,
+    MemoryQuery,
+    build_exchange_kwargs,
+    build_plans,
+)
 from weft.moe.layer.low_latency import uses_packed_rows
 from weft.moe.layer.throughput import select_layout
-from weft.moe.layer.workspace import make_experts
+from weft.moe.layer.workspace import create_experts
 from weft.moe.models import MoEConfig
 from weft.runtime.layout import Memory, build_size_function
 from weft.shape import MAX_RANKS
 
 
-def _memory(query: MemoryQuery) -> Memory:
+def _compute_memory(query: MemoryQuery) -> Memory:
     ranks = check_int("ranks", query.ranks, 1, MAX_RANKS)
     device = resolve_device(query.device)
     sizes, errors = [], []
     for (_, overlap), plan in build_plans(query.config, query, device).items():
         if query.overlap in (AUTO, overlap):
             try:
-                sizes.append(_plan_memory(query.config, query, plan, ranks, device))
+                sizes.append(_compute_plan_memory(query.config, query, plan, ranks, device))
             except InvalidArgument as error:
                 errors.append(error)
     if not sizes:
@@ -39,7 +45,7 @@ def _memory(query: MemoryQuery) -> Memory:
 
 memory_bytes = build_size_function(
     MemoryQuery,
-    _memory,
+    _compute_memory,
     """Return the bytes that a workspace will allocate on the rank with the most experts.
 
     Weights and loaded kernels are not included. Sibling layers share one workspace. Arguments are
@@ -55,19 +61,19 @@ memory_bytes = build_size_function(
 )
 
 
-def _plan_memory(
+def _compute_plan_memory(
     config: MoEConfig, options: LayerOptions, plan: LayerPlan, ranks: int, device: torch.device
 ) -> Memory:
-    weighed_rows = options.max_tokens if config.routing.weigh == "input" else 0
-    ordinary = weighed_rows * config.hidden * config.dtype.itemsize
-    sizes = exchange_sizes(config, options, plan)
+    num_weighted_rows = options.max_tokens if config.routing.weigh == "input" else 0
+    local_bytes = num_weighted_rows * config.hidden * config.dtype.itemsize
+    sizes = build_exchange_kwargs(config, options, plan)
     rows: tuple[int, ...]
     if plan.mode == "low_latency":
         geometry = LowLatencyConfig.from_spec(
             LowLatencySpec(ranks=ranks, profile=options.profile, **sizes)
         )
         shared, experts = geometry.memory.shared, geometry.shape.local
-        ordinary += geometry.memory.ordinary
+        local_bytes += geometry.memory.ordinary
         blocks = (experts, ranks * options.max_tokens)
         rows = (blocks[0] * blocks[1],) if uses_packed_rows(plan, device) else blocks
     else:
@@ -76,10 +82,10 @@ def _plan_memory(
         experts = max(len(placement.experts_of(rank)) for rank in range(ranks))
         layout = select_layout(plan, device)
         grouping = build_group_config(exchange, experts, options.max_rows, 1, layout)
-        ordinary += buffer_bytes(exchange, grouping, device)
+        local_bytes += buffer_bytes(exchange, grouping, device)
         rows = (experts, grouping.rows) if layout == "masked" else (grouping.rows,)
-    buffers = make_experts(
+    buffers = create_experts(
         config, options, plan, rows, experts, ranks, torch.device("meta")
     ).buffers
-    ordinary += sum(tensor.numel() * tensor.itemsize for tensor in buffers)
-    return Memory(shared, ordinary)
+    local_bytes += sum(tensor.numel() * tensor.itemsize for tensor in buffers)
+    return Memory(shared, local_bytes)

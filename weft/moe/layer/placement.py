@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a layer's experts are: replicas, what a recovery lost, and relocation."""
+"""Placement of a layer's experts: replicas, experts lost in a recovery, and relocation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayerPlacement:
         table: int32 `[num_experts, 1 + width]` that maps ids to physical experts, or None. Captured
             graphs hold its address, so it is changed in place.
         lost_experts: Experts that no living rank holds.
-        relocation_failed: Whether the weights belong to no one placement.
+        relocation_failed: Whether the weights may belong to different placements.
     """
 
     def __init__(self, workspace: LayerWorkspace[Any], replicas: Replicas | None) -> None:
@@ -44,7 +44,7 @@ class LayerPlacement:
             return self.replicas.logical_experts(self._exchange.rank)
         return self._exchange.local_experts
 
-    def make_table(self) -> None:
+    def create_table(self) -> None:
         """Allocate and fill the table of a layer with replicas."""
         if self.replicas is None:
             return
@@ -64,17 +64,17 @@ class LayerPlacement:
             self.lost_experts = [e for e, rank in owners if not living >> rank & 1]
 
     def check_usable(self) -> None:
-        """Raise ExpertsLost if experts are missing, or their weights match no placement."""
+        """Raise ExpertsLost if experts are missing or their weights match no placement."""
         if self.relocation_failed and not self._exchange.broken:
             raise ExpertsLost(
-                "moving experts failed in the middle, so their weights match no placement: call "
+                "a relocation failed, so the weights match no placement: call "
                 "relocate with weights=, from a checkpoint, on all ranks"
             )
         if self.lost_experts and self._workspace.options.missing == "error":
             living = self._exchange.living_mask
             dead = [r for r in range(self._exchange.ep_size) if not living >> r & 1]
             raise ExpertsLost(
-                f"ranks {dead} are gone, and no other rank holds experts {self.lost_experts}: "
+                f"ranks {dead} have exited, and no other rank holds experts {self.lost_experts}: "
                 "relocate them from a checkpoint (weights=), give experts replicas on other ranks, "
                 "or build the layer with missing='drop', which drops their ids"
             )
@@ -106,7 +106,7 @@ class LayerPlacement:
         workspace, group, old = self._workspace, self._workspace.group, self.replicas
         with ExitStack() as stack:
 
-            def begin() -> None:
+            def check_and_lock() -> None:
                 check_open()
                 self.check_sizes(replicas)
                 self._check_available(replicas, with_weights=weights is not None)
@@ -119,13 +119,13 @@ class LayerPlacement:
                             f"weights are {dtype}, those of the layer {expected}: relocation "
                             "copies without conversion"
                         )
-                stack.enter_context(workspace.exclusive("relocate"))
+                stack.enter_context(workspace.exclude_calls("relocate"))
 
-            group.run_collective(begin, action="relocating experts")
+            group.run_collective(check_and_lock, action="relocating experts")
             assert old is not None
             # To move weights between ranks, all must have the same current placement.
-            now = list(old.logical) if weights is None else None
-            placement = {"logical": list(replicas.logical), "now": now}
+            current = list(old.logical) if weights is None else None
+            placement = {"logical": list(replicas.logical), "current": current}
             group.agree(placement, what="the placement of experts")
             synchronize_device(group.device)
             relocation = None
@@ -143,7 +143,7 @@ class LayerPlacement:
                 self.replicas = replicas
                 self._fill_table(replicas)
                 synchronize_stream(group.device)
-                group.barrier()  # peers may send by the new table from here on
+                group.barrier()  # from here on, peers may send by the new table
                 self.relocation_failed = False
             except BaseException as error:
                 self._exchange.leave(f"failed while relocating experts: {format_reason(error)}")
@@ -165,14 +165,14 @@ class LayerPlacement:
         assert self.replicas is not None
         if self.relocation_failed and not with_weights and not self._exchange.broken:
             raise InvalidArgument(
-                "moving experts failed in the middle: no rank has their weights, pass weights="
+                "a relocation failed, so no rank has valid weights: pass weights="
             )
         living = self._exchange.living_mask
         current, target = self.replicas.physical_on(living), replicas.physical_on(living)
         unplaced = [e for e, physical in enumerate(target) if not physical]
         if unplaced and self._workspace.options.missing == "error":
             raise InvalidArgument(
-                f"replicas place experts {unplaced} only on ranks that are gone; place them on "
+                f"replicas place experts {unplaced} only on ranks that have exited; place them on "
                 f"ranks {[r for r in range(replicas.ranks) if living >> r & 1]}"
             )
         unavailable = [e for e, physical in enumerate(target) if physical and not current[e]]

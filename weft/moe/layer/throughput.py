@@ -10,16 +10,16 @@ from weft.alltoall.received import Received
 from weft.arguments import check_instance
 from weft.grouping.config import Layout
 from weft.grouping.operator import ExpertGroups
-from weft.moe.experts.torch_experts import RowsByExpert, torch_layout
+from weft.moe.experts.torch_experts import RowsByExpert, select_torch_layout
 from weft.moe.experts.weights import ExpertWeights
-from weft.moe.layer.config import LayerPlan, exchange_sizes
-from weft.moe.layer.workspace import LayerWorkspace, Shared
+from weft.moe.layer.config import LayerPlan, build_exchange_kwargs
+from weft.moe.layer.workspace import LayerWorkspace, SharedExpert
 from weft.moe.routing.router import Routed
 
 
 def select_layout(plan: LayerPlan, device: torch.device) -> Layout:
-    """Return the layout of rows by expert that the GEMM takes."""
-    return "contiguous" if plan.gemm == "grouped" else torch_layout(device)
+    """Return the layout of rows by expert that the GEMM needs."""
+    return "contiguous" if plan.gemm == "grouped" else select_torch_layout(device)
 
 
 class ThroughputWorkspace(LayerWorkspace[Received]):
@@ -31,7 +31,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
     def run(
         self,
         weights: ExpertWeights,
-        shared: Shared | None,
+        shared: SharedExpert | None,
         x: torch.Tensor,
         routed: Routed,
         num_tokens: torch.Tensor | None,
@@ -40,7 +40,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
     ) -> torch.Tensor:
         exchange, experts = self.exchange, self.experts
         if out is not None:
-            exchange.check_not_symmetric("out", out)  # before anything is sent, unlike in combine
+            exchange.check_not_symmetric("out", out)  # combine would check it only after dispatch
         sent, scale = self._prepare_rows(x, routed.weights)
         self._tokens = len(x)
         self._mark_side_stream(shared)
@@ -48,12 +48,12 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         max_rows = None if rows is None or self.group.hosts == 1 else max(rows, 1)
         received = exchange.dispatch(sent, routed.ids, scale, num_tokens=num_tokens, rows=max_rows)
         add = self._run_shared(shared, x)
-        experts.up(weights, self._gather(received), tokens=len(x))
+        experts.run_gate_up(weights, self._gather(received), tokens=len(x))
         if self.plan.gemm_push:
-            experts.push(weights)
+            experts.run_push(weights)
             self.side_stream.join()
             return exchange.combine(out=out, add=add)
-        self._groups.send(experts.down(weights))
+        self._groups.send(experts.run_down(weights))
         self.side_stream.join()
         return exchange.combine_recv(out=out, add=add)
 
@@ -62,8 +62,8 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         check_instance(
             "received", received, Received, "pass what dispatch of layer.exchange returned"
         )
-        self.experts.up(weights, self._gather(received), tokens=self._tokens)
-        self._groups.scatter(self.experts.down(weights))
+        self.experts.run_gate_up(weights, self._gather(received), tokens=self._tokens)
+        self._groups.scatter(self.experts.run_down(weights))
 
     def _gather(self, received: Received) -> RowsByExpert:
         grouped = self._groups.gather(received)
@@ -74,12 +74,12 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
             self._groups.close()
         super().close()
 
-    def _open_exchange(self) -> AllToAll:
-        sizes = exchange_sizes(self.config, self.options, self.plan)
+    def _create_exchange(self) -> AllToAll:
+        sizes = build_exchange_kwargs(self.config, self.options, self.plan)
         # ExpertGroups.send replaces the sending half of combine, so combine must be split.
         return AllToAll(self.group, **sizes, **self.options.run_options(), split_phase=True)
 
-    def _open_rows(self) -> tuple[int, ...]:
+    def _allocate_rows(self) -> tuple[int, ...]:
         self._groups = ExpertGroups(
             self.exchange,
             max_rows=self.options.max_rows,

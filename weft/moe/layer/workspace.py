@@ -30,8 +30,8 @@ from weft.moe.routing.router import Routed
 from weft.runtime.stream import synchronize_stream
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll
-Experts: TypeAlias = GroupedExperts | TorchExperts  # the same calls; TorchExperts documents them
-Shared: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Experts: TypeAlias = GroupedExperts | TorchExperts  # same methods, documented by TorchExperts
+SharedExpert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Rows = TypeVar("Rows", Received, ExpertRows)
 
 
@@ -50,16 +50,16 @@ class SideStream:
             self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def mark(self) -> None:
-        """Record the point in the caller's stream after which `after_mark` work may start."""
+        """Record the point in the caller's stream after which this stream's work may start."""
         if self._stream is not None:
             self._mark.record(torch.cuda.current_stream(self._device))
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether work has been enqueued since the last `join`; always False on CPU ranks."""
         return self._busy
 
-    def after_mark(self) -> AbstractContextManager[object]:
+    def enqueue_after_mark(self) -> AbstractContextManager[object]:
         """Return a context that enqueues work on this stream, to start after the mark."""
         if self._stream is None:
             return nullcontext()
@@ -69,13 +69,13 @@ class SideStream:
 
     def join(self) -> None:
         """Make the caller's stream wait for the work enqueued here since the last `join`."""
-        # Without such work there is nothing to wait for, and a capture would refuse the wait.
+        # Without such work the wait is needless, and invalid in a capture.
         if self._stream is not None and self._busy:
             self._busy = False
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-def make_experts(
+def create_experts(
     config: MoEConfig,
     options: LayerOptions,
     plan: LayerPlan,
@@ -92,16 +92,16 @@ def make_experts(
         rows,
         experts,
         fp8=options.fp8,
-        ranks=ranks,
+        num_ranks=ranks,
         max_tokens=options.max_tokens,
-        programmatic=options.programmatic_launch,
+        use_pdl=options.programmatic_launch,
         device=device,
         gemm_push=plan.gemm_push and plan.mode == "low_latency",
     )
 
 
 class LayerWorkspace(ABC, Generic[Rows]):
-    """Memory and streams of a layer, shared by its siblings; no state outlives a call.
+    """Memory and streams that a layer shares with its siblings; keeps no state between calls.
 
     A subclass per mode opens the exchange and runs the rounds. The constructor raises
     CreationFailed and GeometryMismatch on every rank.
@@ -111,7 +111,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
     exchange: Exchange
     side_stream: SideStream
     experts: Experts
-    _weighed: torch.Tensor
+    _weighted_x: torch.Tensor
 
     def __init__(
         self,
@@ -124,17 +124,17 @@ class LayerWorkspace(ABC, Generic[Rows]):
         self.group, self.config, self.options = group, config, options
         self.plan, self.choice = plan, choice
         self.layers: WeakSet[object] = WeakSet()  # the open layers
-        self._busy = threading.Lock()  # held during a layer's call or relocation
+        self._call_lock = threading.Lock()  # held during a layer's call or relocation
         self._tokens = options.max_tokens  # of the latest call; selects the GEMM plans
-        self.exchange = self._open_exchange()
+        self.exchange = self._create_exchange()
         try:
-            group.run_collective(self._open_buffers, action="preparing an MoE layer's experts")
+            group.run_collective(self._allocate_buffers, action="preparing an MoE layer's experts")
         except BaseException:
             self.close()
             raise
 
-    def sizes(self) -> dict[str, JSON]:
-        """Return the rules of the layer and the sizes of the all-to-all."""
+    def manifest(self) -> dict[str, JSON]:
+        """Return the layer's rules and the all-to-all's sizes, by name."""
         rules = self.options.manifest(self.config)
         return {
             **rules,
@@ -146,7 +146,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The experts' buffers."""
-        return (*self.experts.buffers, self._weighed)
+        return (*self.experts.buffers, self._weighted_x)
 
     @property
     def is_mid_round(self) -> bool:
@@ -157,7 +157,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
     def run(
         self,
         weights: ExpertWeights,
-        shared: Shared | None,
+        shared: SharedExpert | None,
         x: torch.Tensor,
         routed: Routed,
         num_tokens: torch.Tensor | None,
@@ -175,40 +175,40 @@ class LayerWorkspace(ABC, Generic[Rows]):
     def run_experts(self, weights: ExpertWeights, received: Rows) -> torch.Tensor | None:
         """Run the experts; return their results if combine takes them as a tensor, else None."""
 
-    def begin(self, doing: str) -> None:
+    def begin(self, call: str) -> None:
         """Begin a call; `end` must follow.
 
         Args:
-            doing: Name of the call in errors.
+            call: Name of the call, for errors.
 
         Raises:
             OutOfOrder: another call is running, or a round of the exchange is not combined.
             GroupError: the group is broken.
         """
-        if not self._busy.acquire(blocking=False):
+        if not self._call_lock.acquire(blocking=False):
             raise OutOfOrder(
-                f"{doing} while another thread is in a call of this MoE layer, or of a layer with "
+                f"{call} while another thread is in a call of this MoE layer, or of a layer with "
                 "the same workspace: make these calls one after the other, in the same order on "
                 "every rank"
             )
         try:
             if self.is_mid_round:
                 self.exchange.check_running()
-                raise OutOfOrder(f"{doing} within a round of layer.exchange: combine it first")
+                raise OutOfOrder(f"{call} during a round of layer.exchange: combine it first")
         except BaseException:
             self.end()
             raise
 
     def end(self) -> None:
         """End the call."""
-        self._busy.release()
+        self._call_lock.release()
 
     @contextmanager
-    def exclusive(self, doing: str) -> Iterator[None]:
+    def exclude_calls(self, call: str) -> Iterator[None]:
         """Exclude calls of all layers and of the exchange. Raises OutOfOrder if one is running."""
-        self.begin(doing)
+        self.begin(call)
         try:
-            self.exchange.begin_call(doing)
+            self.exchange.begin_call(call)
             try:
                 yield
             finally:
@@ -221,7 +221,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
         try:
             self.exchange.close()
         finally:
-            for buffers in ("experts", "_weighed"):
+            for buffers in ("experts", "_weighted_x"):
                 vars(self).pop(buffers, None)
 
     def _prepare_rows(
@@ -233,37 +233,37 @@ class LayerWorkspace(ABC, Generic[Rows]):
         """
         if self.config.routing.weigh != "input":
             return x, weights
-        return torch.mul(x, weights, out=self._weighed[: len(x)]), None
+        return torch.mul(x, weights, out=self._weighted_x[: len(x)]), None
 
-    def _mark_side_stream(self, shared: Shared | None) -> None:
+    def _mark_side_stream(self, shared: SharedExpert | None) -> None:
         """Let the shared expert start from this point of the caller's stream."""
         if shared is not None and self.plan.overlap != "none":
             self.side_stream.mark()
 
-    def _run_shared(self, shared: Shared | None, x: torch.Tensor) -> torch.Tensor | None:
+    def _run_shared(self, shared: SharedExpert | None, x: torch.Tensor) -> torch.Tensor | None:
         """Return the shared expert's result; with an overlap, it runs on the side stream."""
         if shared is None:
             return None
         if self.plan.overlap == "none":
             return shared(x)
-        with self.side_stream.after_mark():
+        with self.side_stream.enqueue_after_mark():
             return shared(x)
 
     @abstractmethod
-    def _open_exchange(self) -> Exchange:
+    def _create_exchange(self) -> Exchange:
         """Create the all-to-all of the plan. Collective."""
 
     @abstractmethod
-    def _open_rows(self) -> tuple[int, ...]:
+    def _allocate_rows(self) -> tuple[int, ...]:
         """Allocate rows by expert; return their sizes, `[rows]` or `[local_experts, rows]`."""
 
-    def _open_buffers(self) -> None:
+    def _allocate_buffers(self) -> None:
         config, plan, options, device = self.config, self.plan, self.options, self.group.device
-        rows = self._open_rows()
+        rows = self._allocate_rows()
         experts, ranks = self.exchange.num_local_experts, self.exchange.ep_size
-        self.experts = make_experts(config, options, plan, rows, experts, ranks, device)
+        self.experts = create_experts(config, options, plan, rows, experts, ranks, device)
         self.side_stream = SideStream(device)
-        weighed_rows = options.max_tokens if config.routing.weigh == "input" else 0
-        size = (weighed_rows, config.hidden)
-        self._weighed = torch.empty(size, dtype=config.dtype, device=device)
+        num_weighted_rows = options.max_tokens if config.routing.weigh == "input" else 0
+        size = (num_weighted_rows, config.hidden)
+        self._weighted_x = torch.empty(size, dtype=config.dtype, device=device)
         synchronize_stream(device)

@@ -23,10 +23,10 @@ from weft.errors import InvalidArgument
 from weft.fields import max_value
 from weft.shape import MAX_RANKS, Shape
 
-EXPERTS = max_value(Shape, "experts")
+MAX_EXPERTS = max_value(Shape, "experts")
 
 
-MIN_GAIN_OF_SWAP = 1e-4  # relative to a rank's load; smaller gains are not worth the search
+MIN_SWAP_GAIN = 1e-4  # relative to a rank's load; smaller gains are not worth the search
 
 
 class ReplicaTable(NamedTuple):
@@ -61,7 +61,7 @@ class Replicas:
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        logical = check_ints("logical", self.logical, 0, EXPERTS - 1)
+        logical = check_ints("logical", self.logical, 0, MAX_EXPERTS - 1)
         ranks = check_int("ranks", self.ranks, 1, MAX_RANKS)
         if not logical or len(logical) % ranks:
             raise InvalidArgument(
@@ -178,7 +178,7 @@ def balance(loads: Sequence[float] | torch.Tensor, ranks: int, replicas: int = 0
     """
     loads = _parse_loads(loads)
     ranks = check_int("ranks", ranks, 1, MAX_RANKS)
-    replicas = check_int("replicas", replicas, 0, EXPERTS)
+    replicas = check_int("replicas", replicas, 0, MAX_EXPERTS)
     physical = len(loads) + replicas
     if replicas > len(loads) * (ranks - 1):
         raise InvalidArgument(
@@ -191,9 +191,9 @@ def balance(loads: Sequence[float] | torch.Tensor, ranks: int, replicas: int = 0
             f"equally many; use {replicas + -physical % ranks}"
         )
     counts = _count_replicas(loads, ranks, replicas)
-    share = [load / count for load, count in zip(loads, counts, strict=True)]
-    by_rank = _pack(share, counts, ranks)
-    _swap(share, by_rank)
+    load_per_replica = [load / count for load, count in zip(loads, counts, strict=True)]
+    by_rank = _pack(load_per_replica, counts, ranks)
+    _swap(load_per_replica, by_rank)
     return Replicas(tuple(expert for experts in by_rank for expert in sorted(experts)), ranks)
 
 
@@ -210,8 +210,8 @@ def _parse_loads(loads: Sequence[float] | torch.Tensor) -> list[float]:
     else:
         values = loads
     numbers = [check_float(f"loads[{i}]", value, least=0.0) for i, value in enumerate(values)]
-    if not 1 <= len(numbers) <= EXPERTS:
-        raise InvalidArgument(f"loads has {len(numbers)} entries; it must have 1..{EXPERTS}")
+    if not 1 <= len(numbers) <= MAX_EXPERTS:
+        raise InvalidArgument(f"loads has {len(numbers)} entries; it must have 1..{MAX_EXPERTS}")
     if not math.isfinite(sum(numbers)):
         raise InvalidArgument(f"loads add up to {sum(numbers)}; divide them by the largest")
     return numbers
@@ -231,7 +231,7 @@ def _count_replicas(loads: list[float], ranks: int, replicas: int) -> list[int]:
     return counts
 
 
-def _pack(share: list[float], counts: list[int], ranks: int) -> list[set[int]]:
+def _pack(load_per_replica: list[float], counts: list[int], ranks: int) -> list[set[int]]:
     """Return each rank's experts, equally many per rank, by longest-processing-time-first."""
     per_rank = sum(counts) // ranks
     by_rank: list[set[int]] = [set() for _ in range(ranks)]
@@ -240,11 +240,11 @@ def _pack(share: list[float], counts: list[int], ranks: int) -> list[set[int]]:
     def move(expert: int, source: int | None, target: int) -> None:
         if source is not None:
             by_rank[source].remove(expert)
-            loads[source] -= share[expert]
+            loads[source] -= load_per_replica[expert]
         by_rank[target].add(expert)
-        loads[target] += share[expert]
+        loads[target] += load_per_replica[expert]
 
-    for expert in sorted(range(len(share)), key=lambda e: (-share[e], e)):
+    for expert in sorted(range(len(load_per_replica)), key=lambda e: (-load_per_replica[e], e)):
         for _ in range(counts[expert]):
             free = [rank for rank in range(ranks) if len(by_rank[rank]) < per_rank]
             candidates = [rank for rank in free if expert not in by_rank[rank]]
@@ -252,7 +252,15 @@ def _pack(share: list[float], counts: list[int], ranks: int) -> list[set[int]]:
                 # Every rank with a free slot has this expert. A full rank without it holds more
                 # experts than a rank that is not full, so one of them can move there.
                 _, other, source, target = min(
-                    (max(loads[s] - share[o] + share[expert], loads[t] + share[o]), o, s, t)
+                    (
+                        max(
+                            loads[s] - load_per_replica[o] + load_per_replica[expert],
+                            loads[t] + load_per_replica[o],
+                        ),
+                        o,
+                        s,
+                        t,
+                    )
                     for s in range(ranks)
                     if expert not in by_rank[s]
                     for t in free
@@ -264,24 +272,24 @@ def _pack(share: list[float], counts: list[int], ranks: int) -> list[set[int]]:
     return by_rank
 
 
-def _swap(share: list[float], by_rank: list[set[int]]) -> None:
-    """Swap experts of the most loaded rank for lighter ones of others while the maximum falls."""
+def _swap(load_per_replica: list[float], by_rank: list[set[int]]) -> None:
+    """Swap experts of the most loaded rank with less loaded ones while the maximum decreases."""
     while True:
-        loads = [math.fsum(share[expert] for expert in experts) for experts in by_rank]
-        top = max(range(len(by_rank)), key=lambda rank: (loads[rank], -rank))
-        best_gain, best_swap = MIN_GAIN_OF_SWAP * loads[top], None
+        loads = [math.fsum(load_per_replica[expert] for expert in experts) for experts in by_rank]
+        most_loaded = max(range(len(by_rank)), key=lambda rank: (loads[rank], -rank))
+        max_gain, best_swap = MIN_SWAP_GAIN * loads[most_loaded], None
         for rank, experts in enumerate(by_rank):
-            gap = loads[top] - loads[rank]
-            replacements = sorted(experts - by_rank[top])
-            for expert in sorted(by_rank[top] - experts):
+            gap = loads[most_loaded] - loads[rank]
+            replacements = sorted(experts - by_rank[most_loaded])
+            for expert in sorted(by_rank[most_loaded] - experts):
                 for replacement in replacements:
-                    difference = share[expert] - share[replacement]
-                    # The larger of both ranks' loads falls by this much.
+                    difference = load_per_replica[expert] - load_per_replica[replacement]
+                    # The larger of both ranks' loads decreases by this much.
                     gain = min(difference, gap - difference)
-                    if gain > best_gain:
-                        best_gain, best_swap = gain, (rank, {expert, replacement})
+                    if gain > max_gain:
+                        max_gain, best_swap = gain, (rank, {expert, replacement})
         if best_swap is None:
             return
         rank, swapped = best_swap
-        by_rank[top] ^= swapped
+        by_rank[most_loaded] ^= swapped
         by_rank[rank] ^= swapped

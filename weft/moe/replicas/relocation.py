@@ -52,14 +52,14 @@ def plan_moves(old: Replicas, new: Replicas, living: int | None = None) -> list[
 class Relocation:
     """Move weights between ranks from one placement to another. Collective; a context manager.
 
-    Works in pieces: each rank copies out a piece of every expert that moves before any rank copies
-    one in. Any permutation therefore works with STAGING_BYTES of symmetric memory per rank, which
-    the constructor allocates.
+    Weights move in chunks: each rank copies out a chunk of every moving expert before any rank
+    copies one in. Any permutation therefore works with STAGING_BYTES of symmetric memory per rank,
+    which the constructor allocates.
 
     Args:
         tensors: This rank's weights, each `[local_experts, ...]`, overwritten in place.
-        old: Placement of the weights now.
-        new: Placement to establish.
+        old: Current placement of the weights.
+        new: Target placement.
         living: Mask of the living ranks.
     """
 
@@ -83,10 +83,10 @@ class Relocation:
         if self._moves:
             experts = max(map(len, self._sources))
             row_bytes = max(row.shape[1] for row in self._rows)
-            self._piece = max(16, min(row_bytes, STAGING_BYTES // experts) // 16 * 16)
-            self._heap = Heap.create(group, experts * self._piece)
+            self._chunk_bytes = max(16, min(row_bytes, STAGING_BYTES // experts) // 16 * 16)
+            self._heap = Heap.create(group, experts * self._chunk_bytes)
             self._staging = {
-                rank: self._heap.tensor((experts, self._piece), torch.uint8, rank=rank)
+                rank: self._heap.tensor((experts, self._chunk_bytes), torch.uint8, rank=rank)
                 for rank in group.living
             }
 
@@ -99,26 +99,26 @@ class Relocation:
             CreationFailed: a rank failed. Every rank raises it.
         """
         for row in self._rows if self._moves else ():
-            for begin in range(0, row.shape[1], self._piece):
-                part = row[:, begin : begin + self._piece]
+            for start in range(0, row.shape[1], self._chunk_bytes):
+                chunk = row[:, start : start + self._chunk_bytes]
                 for copy in (self._copy_out, self._copy_in):
-                    self._group.run_collective(partial(copy, part), action="relocating experts")
+                    self._group.run_collective(partial(copy, chunk), action="relocating experts")
 
-    def _copy_out(self, part: torch.Tensor) -> None:
-        """Copy the pieces of all experts that this rank sends to its staging memory."""
-        rank, width = self._group.rank, part.shape[1]
+    def _copy_out(self, chunk: torch.Tensor) -> None:
+        """Copy the chunks of all experts that this rank sends to its staging memory."""
+        rank, width = self._group.rank, chunk.shape[1]
         for index, source in enumerate(self._sources[rank]):
-            self._staging[rank][index, :width].copy_(part[source % self._per_rank])
+            self._staging[rank][index, :width].copy_(chunk[source % self._per_rank])
         synchronize_stream(self._group.device)
 
-    def _copy_in(self, part: torch.Tensor) -> None:
-        """Copy the pieces of all experts that this rank receives from their owners' memory."""
-        width = part.shape[1]
+    def _copy_in(self, chunk: torch.Tensor) -> None:
+        """Copy the chunks of all experts that this rank receives from their owners' memory."""
+        width = chunk.shape[1]
         for source, target in self._moves:
             if target // self._per_rank == self._group.rank:
                 owner = source // self._per_rank
                 index = self._sources[owner].index(source)
-                part[target % self._per_rank].copy_(self._staging[owner][index, :width])
+                chunk[target % self._per_rank].copy_(self._staging[owner][index, :width])
         synchronize_stream(self._group.device)
 
     def __enter__(self) -> Self:

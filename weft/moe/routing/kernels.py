@@ -15,9 +15,9 @@ from weft.jit import CUDA_OPTIONS, CudaModule, Launcher, compile_cubin, current_
 from weft.runtime.layout import static_asserts
 from weft.runtime.stream import current_stream, loading_context
 
-MAX_EXPERTS, MAX_TOP_K = 1024, 32  # static_assert in moe/routing/route.cuh
-TOKENS = 4  # per CTA: route_warps in moe/routing/route.cuh
-ROUTE_THREADS = 32 * TOKENS
+KERNEL_MAX_EXPERTS, KERNEL_MAX_TOP_K = 1024, 32  # static_assert in moe/routing/route.cuh
+TOKENS_PER_CTA = 4  # route_warps in moe/routing/route.cuh
+ROUTE_THREADS = 32 * TOKENS_PER_CTA
 NORMALIZE_THREADS = 128  # normalize_threads in moe/routing/normalize_topk.cuh
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # DType in device/header.cuh
 
@@ -34,7 +34,7 @@ class RouteArgs(ctypes.Structure):
         ("row_stride", c_int64),
         ("column_stride", c_int64),
         ("tokens", c_uint32),
-        ("number", c_uint32),
+        ("dtype", c_uint32),
         ("scale", c_float),
     )
 
@@ -53,7 +53,7 @@ class NormalizeArgs(ctypes.Structure):
         ("entries", c_uint32),
         ("top_k", c_uint32),
         ("ids_bytes", c_uint32),
-        ("number", c_uint32),
+        ("dtype", c_uint32),
         ("experts", c_uint32),
         ("width", c_uint32),
         ("rank", c_uint32),
@@ -67,24 +67,25 @@ class StatelessKernel(threading.local):
     Args:
         name: Name of the kernel and of its files in the cache.
         args: Its only argument, a struct.
-        text: Returns the source of the kernel's entry for a rule (a C++ initialiser, or "").
-        doing: Name of the call in errors.
+        build_source: Function from a rule (a C++ initialiser, or "") to the source of the kernel's
+            entry.
+        label: Name of the call, for errors.
     """
 
     def __init__(
         self,
         name: str,
         args: type[ctypes.Structure],
-        text: Callable[[str], str],
-        doing: str,
+        build_source: Callable[[str], str],
+        label: str,
     ) -> None:
-        self.name, self.doing = name, doing
-        self.args, self._text = args, text
+        self.name, self.label = name, label
+        self.args, self._build_source = args, build_source
         self._launchers: dict[tuple[int, str], Launcher] = {}
 
     def source(self, rule: str = "") -> str:
         """Return the source of a rule's entry, with assertions on the layout of its arguments."""
-        return self._text(rule) + static_asserts((self.args,))
+        return self._build_source(rule) + static_asserts((self.args,))
 
     def enqueue(
         self, rule: str, args: ctypes.Structure, device: torch.device, ctas: int, threads: int
@@ -92,7 +93,7 @@ class StatelessKernel(threading.local):
         """Launch a rule's kernel on a device's current stream; the first call loads it.
 
         Raises:
-            OutOfOrder: the first call is being captured, and a graph cannot contain the loading.
+            OutOfOrder: the first call is being captured. Loading cannot be captured.
         """
         current = torch.cuda.current_device()
         index = current if device.index is None else device.index
@@ -107,10 +108,10 @@ class StatelessKernel(threading.local):
         return None
 
     def _load(self, rule: str) -> Launcher:
-        """Compile and load for the current device; the module is never unloaded."""
+        """Compile and load the kernel for the current device; it is never unloaded."""
         if torch.cuda.is_current_stream_capturing():
             raise OutOfOrder(
-                f"the first {self.doing} on a device loads its kernel, which cannot be captured; "
+                f"the first {self.label} on a device loads its kernel, which cannot be captured; "
                 "call it once before capturing, for example with zero tokens"
             )
         with loading_context(torch.cuda.current_device()):
@@ -120,7 +121,7 @@ class StatelessKernel(threading.local):
             return Launcher(module.function(self.name), self.args, use_pdl=True)
 
 
-def _route(rule: str) -> str:
+def _build_route_source(rule: str) -> str:
     return f"""\
 #include <weft/moe/routing/route.cuh>
 constexpr weft::Routing R = {rule};
@@ -129,7 +130,7 @@ weft_route(const __grid_constant__ weft::RouteArgs a) {{ weft::route<R>(a); }}
 """
 
 
-def _normalize(_: str) -> str:
+def _build_normalize_source(_: str) -> str:
     return f"""\
 #include <weft/moe/routing/normalize_topk.cuh>
 extern "C" __global__ void __launch_bounds__({NORMALIZE_THREADS})
@@ -138,5 +139,7 @@ weft_normalize_topk(const __grid_constant__ weft::NormalizeArgs a) {{ weft::norm
 
 
 # One kernel for each `Routing.to_cpp`.
-ROUTE = StatelessKernel("weft_route", RouteArgs, _route, "route() of a rule")
-NORMALIZE = StatelessKernel("weft_normalize_topk", NormalizeArgs, _normalize, "normalize_topk()")
+ROUTE = StatelessKernel("weft_route", RouteArgs, _build_route_source, "route() of a rule")
+NORMALIZE = StatelessKernel(
+    "weft_normalize_topk", NormalizeArgs, _build_normalize_source, "normalize_topk()"
+)

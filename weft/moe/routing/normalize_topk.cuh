@@ -9,7 +9,7 @@
 namespace weft {
 
 constexpr u32 normalize_threads = 128;
-constexpr i32 no_such_expert = 0x7fffffff;  // replaces an invalid id; dispatch refuses it
+constexpr i32 no_such_expert = 0x7fffffff;  // replaces an invalid id; dispatch rejects it
 
 // Mirrored by `NormalizeArgs` in moe/routing/kernels.py.
 struct NormalizeArgs {
@@ -22,18 +22,18 @@ struct NormalizeArgs {
     i64 padding_id;
     u32 entries, top_k;
     u32 ids_bytes;  // 4 or 8
-    DType number;   // dtype of the weights
+    DType dtype;    // dtype of the weights
     u32 experts, width, rank;
     u32 skips_zeros;  // entries of weight 0 become -1
 };
 
 WEFT_FN float weight_at(const NormalizeArgs& a, u32 i) {
-    if (a.number == DType::fp32) return static_cast<const float*>(a.weights)[i];
-    return low_half(a.number, static_cast<const u16*>(a.weights)[i]);
+    if (a.dtype == DType::fp32) return static_cast<const float*>(a.weights)[i];
+    return low_half(a.dtype, static_cast<const u16*>(a.weights)[i]);
 }
 
-// Returns a replica of a logical expert. Tokens take the replicas in turn, and each rank starts
-// with another one.
+// Returns a replica of a logical expert. Tokens use the replicas round-robin, and each rank
+// starts with a different one.
 WEFT_FN i32 replica_of(const NormalizeArgs& a, u32 expert, u32 token) {
     const i32* row = a.replicas + u64(expert) * a.width;
     return row[1 + (token + a.rank) % u32(row[0])];

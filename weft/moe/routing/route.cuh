@@ -8,9 +8,9 @@
 
 namespace weft {
 
-constexpr u32 route_warps = 4;          // per CTA, one token each
-constexpr float smallest_sum = 1e-20f;  // SMALLEST_SUM in moe/routing/router.py
-constexpr u32 no_key = 0;               // less than the key of every value: not selectable
+constexpr u32 route_warps = 4;         // per CTA, one token each
+constexpr float sum_epsilon = 1e-20f;  // SUM_EPSILON in moe/routing/router.py
+constexpr u32 no_key = 0;              // less than the key of every value: not selectable
 
 enum class Score : u32 { softmax, sigmoid, softmax_chosen, sqrtsoftplus };
 
@@ -41,7 +41,7 @@ struct RouteArgs {
     float* weights;
     i64 row_stride, column_stride;
     u32 tokens;
-    DType number;  // dtype of the logits
+    DType dtype;  // dtype of the logits
     float scale;
 };
 
@@ -77,7 +77,7 @@ WEFT_FN void load_logits(const RouteArgs& a, u32 token, u32 lane, float (&logit)
 #pragma unroll
     for (u32 i = 0; i < R.each(); ++i) {
         const u32 e = i * warp_lanes + lane;
-        logit[i] = e < R.experts ? as_float(a.number, row[i64(e) * a.column_stride])
+        logit[i] = e < R.experts ? as_float(a.dtype, row[i64(e) * a.column_stride])
                                  : -__uint_as_float(0x7f800000u);
     }
 }
@@ -206,7 +206,7 @@ template <Routing R>
 WEFT_FN void score_experts(const RouteArgs& a, RouteScratch<R>& s, u32 token, u32 lane,
                            u32 (&key)[R.each()]) {
     float x[R.each()], bias[R.each()];
-    if (a.number == DType::fp32)
+    if (a.dtype == DType::fp32)
         load_logits<R, float>(a, token, lane, x);
     else
         load_logits<R, u16>(a, token, lane, x);
@@ -251,7 +251,7 @@ WEFT_FN float weigh(const RouteArgs& a, const RouteScratch<R>& s, u32 lane, u32 
         weight = lane < R.top_k ? expf(weight - s.score[best]) : 0.0f;
         weight = weight / warp_sum(weight);
     } else if constexpr (R.renormalise) {
-        weight = weight / (warp_sum(weight) + smallest_sum);
+        weight = weight / (warp_sum(weight) + sum_epsilon);
     }
     return weight * a.scale;
 }

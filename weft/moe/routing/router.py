@@ -22,13 +22,13 @@ from weft.errors import InvalidArgument
 from weft.fields import max_value
 from weft.moe.routing.kernels import (
     DTYPES,
-    MAX_EXPERTS,
-    MAX_TOP_K,
+    KERNEL_MAX_EXPERTS,
+    KERNEL_MAX_TOP_K,
     NORMALIZE,
     NORMALIZE_THREADS,
     ROUTE,
     ROUTE_THREADS,
-    TOKENS,
+    TOKENS_PER_CTA,
     NormalizeArgs,
     RouteArgs,
 )
@@ -37,7 +37,7 @@ from weft.runtime.ambient import disable_autocast
 from weft.runtime.check import check_dense, check_gradient, check_tensor, raise_not_tensor
 from weft.shape import Shape
 
-SMALLEST_SUM = 1e-20  # avoids 0 / 0 if all scores are 0; too small to change any other sum
+SUM_EPSILON = 1e-20  # avoids 0 / 0 if all scores are 0; too small to change any other sum
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 INT64 = -(1 << 63), (1 << 63) - 1
@@ -45,7 +45,7 @@ INT64 = -(1 << 63), (1 << 63) - 1
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "softmax-chosen"]
 Weigh = Literal["output", "input"]
 GROUP_BESTS = (1, 2)
-EXPERTS = max_value(Shape, "experts")
+MAX_EXPERTS = max_value(Shape, "experts")
 
 
 class Routed(NamedTuple):
@@ -62,7 +62,7 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a layer chooses and weighs experts.
+    """Rule by which a layer chooses and weights experts.
 
     Attributes:
         num_experts: Number of experts.
@@ -70,7 +70,7 @@ class Routing:
         score: "softmax", "sigmoid" or "sqrtsoftplus" (sqrt(log(1 + exp(logit)))) of all logits, or
             "softmax-chosen": softmax over the chosen logits only.
         renormalise: Divide the chosen scores by their sum.
-        correction: Add a bias `[num_experts]` to the scores for choosing, not for weighing.
+        correction: Add a bias `[num_experts]` to the scores for the choice, not for the weights.
         groups: Number of equal contiguous groups of experts.
         top_groups: Number of best groups from which experts are chosen.
         group_best: Number of best experts, 1 or 2, whose sum is the score of a group.
@@ -95,9 +95,9 @@ class Routing:
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        experts = check_int("num_experts", self.num_experts, 1, EXPERTS)
-        groups = check_int("groups", self.groups, 1, EXPERTS)
-        top_k = check_int("top_k", self.top_k, 1, EXPERTS)
+        experts = check_int("num_experts", self.num_experts, 1, MAX_EXPERTS)
+        groups = check_int("groups", self.groups, 1, MAX_EXPERTS)
+        top_k = check_int("top_k", self.top_k, 1, MAX_EXPERTS)
         top_groups = check_int("top_groups", self.top_groups, 1, groups)
         set_fields(self, num_experts=experts, groups=groups, top_k=top_k, top_groups=top_groups)
         if experts % groups:
@@ -138,13 +138,13 @@ class Routing:
             )
         if self.score == "softmax-chosen" and (self.correction or self.groups > 1):
             raise InvalidArgument(
-                "score 'softmax-chosen' has no scores before the choice: use it without correction "
-                f"and groups; correction is {self.correction}, groups {self.groups}"
+                "score 'softmax-chosen' computes no scores before the choice: use it without "
+                f"correction and groups; correction is {self.correction}, groups {self.groups}"
             )
         if self.weigh == "input" and self.top_k != 1:
             raise InvalidArgument(
-                f"weigh 'input' with top_k {self.top_k}: a token is sent once, so only one weight "
-                "can be in its row; use top_k 1 or weigh 'output'"
+                f"weigh 'input' with top_k {self.top_k}: a token is sent once, so it can be "
+                "multiplied by only one weight; use top_k 1 or weigh 'output'"
             )
 
 
@@ -181,10 +181,10 @@ def route(
         OutOfOrder: a rule's first call is being captured.
     """
     check_route(routing, logits, correction, num_tokens)
-    return route_checked(routing, logits, correction, num_tokens)
+    return run_route(routing, logits, correction, num_tokens)
 
 
-def route_checked(
+def run_route(
     routing: Routing,
     logits: torch.Tensor,
     correction: torch.Tensor | None,
@@ -196,17 +196,19 @@ def route_checked(
     size, device = (len(logits), routing.top_k), logits.device
     ids = torch.empty(size, dtype=torch.int32, device=device)
     weights = torch.empty(size, dtype=torch.float32, device=device)
-    args = route_args(logits, correction, num_tokens, routing.scale, ids, weights)
-    ROUTE.enqueue(_literal(routing), args, device, -(-args.tokens // TOKENS), ROUTE_THREADS)
+    args = build_route_args(logits, correction, num_tokens, routing.scale, ids, weights)
+    ROUTE.enqueue(
+        _format_cpp(routing), args, device, -(-args.tokens // TOKENS_PER_CTA), ROUTE_THREADS
+    )
     return Routed(ids, weights)
 
 
 @functools.lru_cache(maxsize=256)
-def _literal(routing: Routing) -> str:
+def _format_cpp(routing: Routing) -> str:
     return routing.to_cpp()
 
 
-def route_args(
+def build_route_args(
     logits: torch.Tensor,
     correction: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
@@ -224,7 +226,7 @@ def route_args(
         row_stride=logits.stride(0),
         column_stride=logits.stride(1),
         tokens=len(logits),
-        number=DTYPES[logits.dtype],
+        dtype=DTYPES[logits.dtype],
         scale=scale,
     )
 
@@ -237,7 +239,7 @@ def route_in_torch(
 ) -> Routed:
     """Run `route` on checked tensors with torch operations: the specification of the kernel."""
     logits = logits.float()
-    scores = _scores(routing, logits)
+    scores = _compute_scores(routing, logits)
     # Scores are monotone in the logits but have more ties. Adding 0 turns -0 into +0, because a
     # sort orders the two.
     choice = scores if routing.correction or routing.groups > 1 else logits + 0.0
@@ -246,7 +248,7 @@ def route_in_torch(
     if routing.groups > 1:
         choice = _mask_groups(routing, choice)
     indices = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
-    weights = _weights(routing, scores, indices)
+    weights = _compute_weights(routing, scores, indices)
     ids = indices.to(torch.int32, memory_format=torch.contiguous_format)
     if num_tokens is not None:
         rows = torch.arange(len(ids), dtype=torch.int64, device=ids.device)
@@ -266,7 +268,7 @@ def weigh(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Rou
         routing: The rule.
         logits: `[tokens, num_experts]`, as for `route`.
         topk_ids: int32 or int64 `[tokens, top_k]`, -1 for none. The weight of -1 and of invalid ids
-            is 0. Invalid ids stay invalid, so that dispatch refuses and reports them.
+            is 0. Invalid ids stay invalid, so that dispatch rejects and reports them.
 
     Raises:
         InvalidArgument: an argument is invalid.
@@ -277,18 +279,20 @@ def weigh(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Rou
     ids, experts = topk_ids.long(), routing.num_experts
     invalid = (ids < 0) | (ids >= experts)
     padding = -math.inf if routing.score == "softmax-chosen" else 0.0
-    scores = torch.nn.functional.pad(_scores(routing, logits.float()), (0, 1), value=padding)
-    weights = _weights(routing, scores, ids.masked_fill(invalid, experts))
+    scores = torch.nn.functional.pad(
+        _compute_scores(routing, logits.float()), (0, 1), value=padding
+    )
+    weights = _compute_weights(routing, scores, ids.masked_fill(invalid, experts))
     ids = torch.where(invalid & (ids != -1), NO_SUCH_EXPERT, ids)
     return Routed(ids.int(), weights.masked_fill(invalid, 0.0))
 
 
 def _has_kernel(routing: Routing, logits: torch.Tensor) -> bool:
-    """Whether the kernel serves this call. Compiled graphs trace the torch operations instead."""
+    """Whether the kernel supports this call. Compiled graphs use the torch operations instead."""
     return (
         logits.device.type == "cuda"
-        and routing.num_experts <= MAX_EXPERTS
-        and routing.top_k <= MAX_TOP_K
+        and routing.num_experts <= KERNEL_MAX_EXPERTS
+        and routing.top_k <= KERNEL_MAX_TOP_K
         and not torch.compiler.is_dynamo_compiling()
     )
 
@@ -329,7 +333,7 @@ def router_logits(
     return torch.nn.functional.linear(x.float(), gate.float(), bias)
 
 
-def _scores(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
+def _compute_scores(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
     match routing.score:
         case "softmax":
             return logits.softmax(dim=-1)
@@ -341,12 +345,12 @@ def _scores(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
             return logits
 
 
-def _weights(routing: Routing, scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def _compute_weights(routing: Routing, scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     weights = scores.gather(-1, indices)
     if routing.score == "softmax-chosen":
         weights = weights.softmax(dim=-1)
     elif routing.renormalise:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + SUM_EPSILON)
     return weights if routing.scale == 1.0 else weights * routing.scale
 
 
@@ -394,12 +398,12 @@ def check_route(
     if (correction is None) == routing.correction:
         if correction is None:
             raise InvalidArgument(
-                "correction is None, but this routing was made with correction=True: pass the "
+                "correction is None, but this routing has correction=True: pass the "
                 f"router's float32 [{experts}] (e_score_correction_bias of a checkpoint)"
             )
         raise InvalidArgument(
-            f"correction is a tensor {list(correction.shape)}, but this routing was made with "
-            "correction=False: leave it out, or make Routing(..., correction=True)"
+            f"correction is a tensor {list(correction.shape)}, but this routing has "
+            "correction=False: leave it out, or use Routing(..., correction=True)"
         )
     if correction is not None:
         check_tensor(
@@ -427,7 +431,7 @@ def normalize_topk(
 ) -> Routed:
     """Return ids and weights in the form for dispatch: int32 with -1 for no expert, and float32.
 
-    Invalid ids stay invalid, so that dispatch refuses and reports them. On a GPU the call is at
+    Invalid ids stay invalid, so that dispatch rejects and reports them. On a GPU the call is at
     most one kernel. It does not synchronize and may be captured, except for the first call on a
     device, which loads the kernel.
 
@@ -454,12 +458,12 @@ def normalize_topk(
     if replicas is not None:
         size, dtypes, device = (None, None), (torch.int32,), topk_ids.device
         check_tensor("replicas", replicas, shape=size, dtypes=dtypes, device=device, aligned=1)
-    return normalize_checked(
+    return run_normalize_topk(
         topk_ids, topk_weights, num_tokens, replicas, rank, padding_id, skip_zero_weights
     )
 
 
-def normalize_checked(
+def run_normalize_topk(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     num_tokens: torch.Tensor | None,
@@ -482,11 +486,11 @@ def normalize_checked(
     if device.type != "cuda":  # the specification of the kernel
         ids, weights = topk_ids.long(), topk_weights.float()
         token = torch.arange(len(ids), dtype=torch.int64, device=ids.device)[:, None]
-        none = (ids == -1) | (ids == padding_id)
+        is_padding = (ids == -1) | (ids == padding_id)
         if skip_zero_weights:
-            none |= weights == 0
+            is_padding |= weights == 0
         if num_tokens is not None:
-            none |= token >= num_tokens
+            is_padding |= token >= num_tokens
         if replicas is None:
             valid = ids == ids.int()
         else:
@@ -494,8 +498,8 @@ def normalize_checked(
             row = torch.where(valid, ids, 0)
             column = 1 + (token + rank) % replicas[row, 0]
             ids = replicas[row, column].long()
-        ids = torch.where(none, -1, torch.where(valid, ids, NO_SUCH_EXPERT))
-        return Routed(ids.int(), torch.where(none, 0.0, weights))
+        ids = torch.where(is_padding, -1, torch.where(valid, ids, NO_SUCH_EXPERT))
+        return Routed(ids.int(), torch.where(is_padding, 0.0, weights))
     ids = torch.empty(topk_ids.shape, dtype=torch.int32, device=device)
     weights = torch.empty(topk_ids.shape, dtype=torch.float32, device=device)
     args = NormalizeArgs(
@@ -509,7 +513,7 @@ def normalize_checked(
         entries=topk_ids.numel(),
         top_k=max(topk_ids.shape[1], 1),
         ids_bytes=topk_ids.itemsize,
-        number=DTYPES[topk_weights.dtype],
+        dtype=DTYPES[topk_weights.dtype],
         experts=0 if replicas is None else len(replicas),
         width=0 if replicas is None else replicas.shape[1],
         rank=rank,
