@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fused all-reduce on a CPU: the protocol of the kernels with a team of one thread. A generated
-// entry includes this file.
+// The fused all-reduce on CPUs, with the protocol of the kernels and one thread per rank. Generated
+// entries include this file.
 #include <weft/allreduce/rows_cpu.hpp>
 
 namespace weft {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue, which is elementwise given a row's statistics: the norm and its FP8 quantisation.
-// Whole warps call it together, because the lanes of a group share their maximum; a lane without a
-// vector is not valid.
+// The epilogue: the norm and its FP8 quantisation, elementwise functions of a row and its
+// statistics. All lanes of a warp must call it, because the lanes of a group share their maximum;
+// `valid` is false for lanes without a vector.
 #pragma once
 #include <weft/allreduce/row.cuh>
 

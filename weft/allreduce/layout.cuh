@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fused all-reduce: the layout of a share, and the arguments of its entries.
 //
-// It uses flag-in-data. Every 32-bit word of an empty slot holds the sentinel; a sender never
-// writes that word, so a vector is ready when none of its words is the sentinel. The reader
-// restores the sentinel. Call words identify the call of each peer, so that ranks whose calls
+// The data is its own flag. Every 32-bit word of an empty slot holds the sentinel, which senders
+// never write, so a vector has arrived when no word of it is the sentinel. The reader restores the
+// sentinels. Each rank also sends a call word that identifies its call, so that ranks whose calls
 // differ are detected.
 //
 // docs/design/protocol.md explains why rows to be summed need two buffers, and summed rows one.
@@ -15,15 +15,15 @@ namespace weft {
 
 constexpr Phase all_reduce_phase = Phase(4);  // in error records
 
-// Which rank of twoshot adds the residual and computes the statistics of a row: the one that summed
-// it, or each one, with its own residual, weight and scale.
+// Rank that adds the residual and computes the statistics of a row in twoshot: the owner, which
+// sums the row, or each receiver, with its own residual, weight and scale.
 enum class EpilogueAt : u32 { owner, receiver };
 
-// Behaviour of a sum when ranks are gone: it fails, or it continues over the living ranks. Only
-// oneshot can continue: in twoshot ranks own tokens.
+// Behaviour after ranks have exited: the sum fails, or it continues over the living ranks. Only
+// oneshot can continue, because in twoshot each rank owns tokens.
 enum class Missing : u32 { error, drop };
 
-// The sizes that specialise the entries; ReduceConfig in allreduce/config.py mirrors it.
+// Template parameters of the entries. Mirrored by ReduceConfig in allreduce/config.py.
 struct Reduction {
     u32 ranks;   // 1..72
     u32 tokens;  // maximum of one call
@@ -53,9 +53,9 @@ enum class Coding : u32 { none = 0, fixed = 1, token = 2, group = 3, group_ue8m0
 // The slot that a wait polled; ErrorRecord.observed.
 enum class Slot : u32 { direct = 1, part = 2, whole = 3, trailer = 4, call = 5 };
 
-// The statistics of a summed row, from its owner. Many threads read them, so none could restore
-// sentinels. Instead each u64 of the trailer, which is single-copy atomic, carries 31 bits of the
-// epoch and one bit that is not set in zeroed memory.
+// The statistics of a summed row, from its owner. Many threads read them, so no thread could
+// restore sentinels. Instead, each u64 of the trailer, which is single-copy atomic, has a tag of 31
+// bits of the epoch and one bit that is not set in zeroed memory.
 struct alignas(16) Trailer {
     u32 rstd, rstd_tag;  // bits of 1 / rms
     u32 peak, peak_tag;  // bits of the largest |row * weight|
@@ -90,8 +90,7 @@ template <Reduction R> WEFT_FN bool is_summed(RankSet summed, u32 rank) {
     return R.missing != Missing::drop || has(summed, rank);
 }
 
-// Two elements of 16 bits, or one of 32, that leave every sum unchanged: -0, because +0 would
-// change -0.
+// Two elements of 16 bits, or one of 32, that do not change a sum: -0, because -0 + +0 is +0.
 template <DType D> constexpr u32 neutral_word = D == DType::fp32 ? 0x80000000u : 0x80008000u;
 
 // The buffer that a call uses, of two.
@@ -124,8 +123,8 @@ struct ReduceArgs {
     float routed_scaling_factor;  // of the experts' sum, before `shared` is added
 };
 
-// Whether peers get the sum and add the residual themselves. Otherwise they get the sum plus
-// residual, from which the sum cannot be recovered.
+// Whether peers receive the sum and add the residual themselves. Otherwise they receive the sum
+// plus the residual, from which they cannot compute the sum.
 template <Reduction R> WEFT_FN bool sends_sum(const ReduceArgs& a) {
     return R.epilogue_at == EpilogueAt::receiver || a.out != nullptr;
 }
@@ -159,8 +158,8 @@ struct SlotWait {
     u64 start = 0;
 };
 
-// The peer whose call word differs from this rank's, or R.ranks. A peer whose data does not arrive
-// may itself wait for that one, so a wait checks all of them.
+// A peer whose call word differs from this rank's, or R.ranks. A wait checks all peers, because the
+// peer that it waits for may itself wait for the one whose call differs.
 template <Reduction R>
 WEFT_FN u32 mismatched_peer(const Site& site, u64 epoch, u64 word, u64& seen) {
     u64* const words = own_share<R>(site).inbox.call[side_of(epoch)];
@@ -171,8 +170,8 @@ WEFT_FN u32 mismatched_peer(const Site& site, u64 epoch, u64 word, u64& seen) {
     return R.ranks;
 }
 
-// The slow path of a wait for data: true ends it. In addition to check_wait it detects peers that
-// have made another call.
+// The slow path of a wait for data; true ends the wait. In addition to check_wait, it detects peers
+// that have made another call.
 template <Reduction R>
 WEFT_SLOW_FN bool wait_failed(const Site& site, u64 epoch, u64 hash, SlotWait& wait) {
     ReductionShare<R>& own = own_share<R>(site);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fused all-reduce by oneshot: every rank stores its rows at every peer and sums all rows
-// itself. One trip over NVLink, no flag, no barrier of ranks.
+// The one-shot all-reduce: every rank stores its rows at every peer and sums all rows itself. Rows
+// cross NVLink once, without flags and without a barrier between ranks.
 //
-// Roles: all CTAs are equal. A cluster processes one token and a thread one vector of it, because
-// one SM pushes about 36 GB/s and a GPU 334: a few tokens are spread over many SMs. The first CTA
-// also exchanges call words. A resident cluster loops over tokens.
+// Roles: all CTAs have the same role. A cluster processes one token and a thread one vector of it,
+// so that a few tokens use many SMs, because one SM pushes about 36 GB/s and a GPU 334. The first
+// CTA also exchanges call words. A resident cluster loops over tokens.
 #pragma once
 #include <weft/allreduce/epilogue.cuh>
 #include <weft/allreduce/wait.cuh>

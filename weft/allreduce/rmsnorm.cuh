@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMSNorm in plain arithmetic: the same bits on CPU and GPU, in every launch shape. Entries that
-// include it are compiled without fused multiply-adds; `/` and square_root are those of IEEE.
+// RMSNorm with bitwise equal results on CPUs and GPUs in every launch shape. Entries that include
+// it are compiled without fused multiply-adds, and with IEEE division and square root.
 //
 // The sum of squares of a row is a tree that depends on the row's length alone: the elements of a
 // 16-byte vector in order, then 32 neighbouring vectors as a butterfly (a partial), then partials

@@ -87,7 +87,7 @@ WEFT_FN void apply_norm_weight(float (&x)[R.width()], const ReduceArgs& a,
     for (u32 i = 0; i < R.width(); ++i) x[i] = __fmul_rn(x[i], __fadd_rn(a.weight_bias, weight[i]));
 }
 
-// The vector that replaces that of a rank that is gone in a sum.
+// The vector that a sum uses for a rank that has exited.
 template <DType D> WEFT_FN uint4 neutral_vector() {
     constexpr u32 word = neutral_word<D>;
     return make_uint4(word, word, word, word);
@@ -126,7 +126,7 @@ WEFT_FN float butterfly(float sum) {
     return sum;
 }
 
-// The sum of squares and the peak of 32 vectors, in every lane; a lane outside the row contributes
+// The sum of squares and the peak of 32 vectors, in every lane; lanes beyond the row contribute
 // zeros.
 template <Reduction R>
 WEFT_FN u64 partial_of(const ReduceArgs& a, uint4 row, const NormWeight& norm_weight) {

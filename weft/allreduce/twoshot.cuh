@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fused all-reduce by twoshot: token t is summed by rank t % ranks. Twice the trips of oneshot,
-// 2 / ranks of its bytes. A build has the epilogue at one of two places:
-// owner     the rank that sums a row adds the residual, computes the row's statistics and sends row
-//           and statistics to its peers, which apply the elementwise part
+// The two-shot all-reduce: rank t % ranks sums token t. Each row crosses NVLink twice, with 2 /
+// ranks of the bytes of oneshot. A build has the epilogue at one of two places: owner     the rank
+// that sums a row adds the residual, computes the row's statistics and sends the
+//           row and its statistics to its peers, which apply the elementwise part
 // receiver  the rank that sums a row sends the sum; every rank adds its own residual and computes
 //           the statistics, so that residuals, weights and scales may differ by rank. Each rank
 //           reads the residual of all tokens instead of 1 / ranks of them, and no statistics are
@@ -14,9 +14,9 @@
 //           receiver, clusters process whole rows, as the reducers do
 // reducers  sum the rows that this rank owns
 //
-// Pushing waits for no rank, reducing only for pushing, finishing only for reducing. All CTAs of a
-// launch are co-resident and process the tokens in order, so that both shots share the links and
-// the latencies of tokens overlap.
+// Pushing does not wait, reducing waits only for pushes, and finishing only for reductions. All
+// CTAs of a launch are co-resident and process the tokens in order, so that both shots share the
+// links and the latencies of tokens overlap.
 #pragma once
 #include <weft/allreduce/epilogue.cuh>
 #include <weft/allreduce/wait.cuh>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Grouping on a CPU: the same rows in the same order, one entry after the other. A generated entry
-// includes this file.
+// Grouping on CPUs, with the same rows in the same order as on GPUs. Generated entries include this
+// file.
 #include <cstring>
 
 #include <weft/alltoall/combine_fp8_cpu.hpp>

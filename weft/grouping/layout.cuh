@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Grouping: received rows packed by expert, in an order that depends on the ids alone: source rank,
-// then token, then entry of the top k. The kernels are specialised by a Grouping and the Shape; one
-// struct of arguments serves all entries.
+// Grouping packs received rows by expert, in an order that depends only on the ids: source rank,
+// then token, then top-k entry. Kernels are templates over a Grouping and the Shape, and all
+// entries have the same struct of arguments.
 #pragma once
 #include <weft/alltoall/phases.cuh>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second kernel of grouping: `gather` reads each received row once and writes it to the rows of
-// all its entries. A CTA processes one token at a time, and every warp looks up the token's rows,
-// one entry per lane.
+// The second kernel of grouping, `gather`, reads each received row once and writes it to the rows
+// of all its entries. A CTA processes one token in each step, and every warp looks up the rows of
+// the token, one entry per lane.
 #pragma once
 #include <weft/device/copy.cuh>
 #include <weft/grouping/group.cuh>

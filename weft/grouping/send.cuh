@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The third kernel of grouping returns experts' results to the tokens' owners. `scatter` stores the
-// sum of a token's rows into the outbox, in top-k order. `send` fuses that with the sender of
-// combine: it stores the sum directly into the owner's inbox or, with gemm_push, copies the rows
-// there one by one; its last CTA publishes the flags. A warp processes 32 vectors of one token at a
-// time, one per lane, so that all rows of a token are in flight at once and small batches still
-// fill the GPU.
+// The third kernel of grouping returns the experts' results to the owners of the tokens. `scatter`
+// stores the sum of a token's rows, in top-k order, into the outbox. `send` also does the work of
+// combine's sender: it stores the sum directly into the owner's inbox or, with gemm_push, copies
+// the rows there one by one; its last CTA publishes the flags. A warp processes 32 vectors of one
+// token in each step, one per lane, so that all rows of a token are in flight at once and small
+// batches also fill the GPU.
 #pragma once
 #include <weft/device/row.cuh>
 #include <weft/grouping/rows.cuh>
