@@ -199,7 +199,7 @@ def reuse_slot(group: weft.Group, buffer: Buffer) -> None:
     results = [dispatched(buffer, 0) for _ in range(3)]
     with pytest.raises(OutOfOrder, match="dispatch 1: a later dispatch has taken its slot"):
         buffer.low_latency_combine(*results[0])
-    with pytest.raises(OutOfOrder, match="slot a later dispatch has taken"):
+    with pytest.raises(OutOfOrder, match="a later dispatch has reused the memory"):
         buffer.get_next_low_latency_combine_buffer(results[0][3])
     for result in results[1:]:
         out = buffer.low_latency_combine(*result)[0]
@@ -266,9 +266,9 @@ def others_handle(group: weft.Group) -> None:
     one, other = (Buffer(group, low_latency_mode=True) for _ in range(2))
     result = dispatched(one, 0)
     if group.rank == 0:  # alone: a refusal asks nothing of the peers
-        with pytest.raises(OutOfOrder, match="not of a dispatch of this buffer"):
+        with pytest.raises(OutOfOrder, match="belongs to another buffer"):
             other.low_latency_combine(*result)
-        with pytest.raises(OutOfOrder, match="not of a dispatch of this buffer"):
+        with pytest.raises(OutOfOrder, match="belongs to another buffer"):
             other.get_next_low_latency_combine_buffer(result[3])
     one.low_latency_combine(*result)
     one.destroy()

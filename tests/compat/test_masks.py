@@ -56,7 +56,10 @@ def test_flashinfer(group: weft.Group) -> None:
         lose(survivors, 1, lambda: one_round(7))
         ids, weights = routing(0, group.rank, 4)
         x = torch.ones(4, HIDDEN).bfloat16()
-        for wrong, words in ((mask(0, 1, 2), "with [1]"), (mask(group.rank), "every living rank")):
+        for wrong, words in (
+            (mask(0, 1, 2), "ranks [1] are dead"),
+            (mask(group.rank), "every living rank"),
+        ):
             call = lambda wrong=wrong: a2a.dispatch(ids, [x], 4, active_rank_mask=wrong)  # noqa: E731
             refused(InvalidArgument, call, "active_rank_mask is 0x", words)
         for seed in range(4):
@@ -88,7 +91,7 @@ def test_deep_ep(group: weft.Group) -> None:
     buffer.low_latency_query_mask_buffer(status)
     assert status.tolist() == [0, 0, 0, 0]
     buffer.low_latency_clean_mask_buffer()
-    with pytest.raises(InvalidArgument, match="mask is True for rank 2, which lives"):
+    with pytest.raises(InvalidArgument, match="mask is True for rank 2, which is alive"):
         buffer.low_latency_update_mask_buffer(2, True)
     lose(survivors, 2, lambda: one_round(9))
     buffer.low_latency_query_mask_buffer(status)

@@ -13,7 +13,7 @@ import weft
 from tests.compat.buffers import KINDS, buffered
 from tests.compat.test_low_latency import whole
 from tests.rounds import bits, synchronize
-from weft.compat import refusals, row_exchange
+from weft.compat import checks, row_exchange
 from weft.compat.deep_ep import Buffer, Config
 from weft.compat.normal_mode import NormalHandle
 from weft.compat.row_exchange import RowExchange, RowFetch
@@ -281,12 +281,14 @@ def wrong_on_one_rank(group: weft.Group, buffer: Buffer) -> None:
         with pytest.raises(BadExpertId, match=r"rank 1 has 1 entries outside of -1\.\.11"):
             buffer.dispatch(own.x, **{**args, "topk_idx": ids})
     more = own.ids.repeat(1, 2 if last else 1), own.weights.repeat(1, 2 if last else 1)
-    text = r"rank [01] called dispatch with top_k \(0: no topk_idx\) [36], this rank, [01], with"
+    text = (
+        r"rank [01] called dispatch with top_k \(0: no topk_idx\) [36], but this rank, [01], with"
+    )
     with pytest.raises(GeometryMismatch, match=text):
         buffer.dispatch(own.x, **{**args, "topk_idx": more[0], "topk_weights": more[1]})
     rows, scales = own.fp8()
     scales = scales.view(torch.int32) if last else scales
-    text = r"called dispatch with integers as scales \(1: yes\) [01], this rank, [01], with"
+    text = r"called dispatch with integer scales \(1: yes\) [01], but this rank, [01], with"
     with pytest.raises(GeometryMismatch, match=text):
         buffer.dispatch((rows, scales), **args)
     counts = args["num_tokens_per_rank"] + last
@@ -399,7 +401,7 @@ def refused(group: weft.Group) -> None:
     with pytest.raises(InvalidArgument, match=r"bias\[1\] has dtype"):
         buffer.combine(x, handle, bias=(own.x, own.x.float()))
     for call in (lambda: other.combine(x, handle), lambda: other.dispatch(own.x, handle)):
-        with pytest.raises(OutOfOrder, match="not of a dispatch of this buffer"):
+        with pytest.raises(OutOfOrder, match="belongs to another buffer"):
             call()
     with pytest.raises(InvalidArgument, match="low_latency_mode is False; it must be True"):
         buffer.low_latency_dispatch(own.x, own.ids, 8, EXPERTS)
@@ -502,7 +504,7 @@ def none_made(group: weft.Group, buffer: Buffer) -> None:
 
 
 def test_a_capture_makes_no_exchange(ranks, monkeypatch):
-    monkeypatch.setattr(refusals, "is_capturing", lambda device: True)
+    monkeypatch.setattr(checks, "is_capturing", lambda device: True)
     ranks(2, "threads")(none_made)
 
 
@@ -513,8 +515,8 @@ def not_everywhere(group: weft.Group, buffer: Buffer) -> None:
     own = on(group, batches[group.rank])
     with pytest.MonkeyPatch.context() as patch:
         if group.rank:
-            patch.setattr(row_exchange, "load_entries", None)
-        with pytest.raises(CreationFailed, match="an exchange of rows failed on rank 1 of 2"):
+            patch.setattr(row_exchange, "load_kernel", None)
+        with pytest.raises(CreationFailed, match="a row exchange failed on rank 1 of 2"):
             buffer.dispatch(own.x, **layout(buffer, own))
         assert not made(buffer, RowFetch)
     same(buffer.combine(*sent(buffer, own))[0], summed(batches[group.rank], group.size))

@@ -30,15 +30,15 @@ THERE = Shape(8, 512, 8, 8, 7168, "bf16", (16,))
 BACK = Shape(8, 4096, 8, 8, 7168, "bf16", (16,), combine="gemm_push")
 WEIGHTS = Shape(3, 64, 3, 3, 12, "fp32", (16,), combine="gemm_push")
 PROGRAMS: dict[str, Program] = {
-    "fetch": packed_rows.entry_program("fetch_rows", THERE, device=True),
-    "return": packed_rows.entry_program("return_rows", BACK, device=True),
-    "return weights": packed_rows.entry_program("return_rows", WEIGHTS, device=True),
+    "fetch": packed_rows.build_program("fetch_rows", THERE, device=True),
+    "return": packed_rows.build_program("return_rows", BACK, device=True),
+    "return weights": packed_rows.build_program("return_rows", WEIGHTS, device=True),
 }
 
 
 def compile_emulated(name: str, shape: Shape) -> Path:
     """Return the shared library of one kernel of one Shape."""
-    kernel = entry(name, packed_rows.ENTRIES[name].__name__, f"{name}<S>")
+    kernel = entry(name, packed_rows.ENTRY_ARGS[name].__name__, f"{name}<S>")
     return build_library(
         emulated_tree(),
         "#include <weft/compat/packed_rows.cuh>\n"
@@ -68,9 +68,9 @@ def emulated(group: weft.Group, buffer: Buffer) -> None:
     kernels = [("fetch_rows", e) for e in made(buffer, RowFetch)]
     kernels += [("return_rows", e) for e in made(buffer, RowCombine)]
     for name, exchange in kernels:
-        own, library = exchange._entries, compile_emulated(name, exchange.a2a.config.shape)
+        own, library = exchange._kernels, compile_emulated(name, exchange.a2a.config.shape)
         for ctas, threads in ((1, 32), (3, 96)):
-            exchange._entries = entries = Emulated(library, ctas, threads)
+            exchange._kernels = entries = Emulated(library, ctas, threads)
             for value, want in zip(calls(), expected, strict=True):
                 assert torch.equal(bits(value), bits(want))
         stride = exchange.a2a.site.stride
@@ -81,7 +81,7 @@ def emulated(group: weft.Group, buffer: Buffer) -> None:
         assert {each for each in how if "release" in each or "acquire" in each} == flags
         own_counters = {"updates acq_rel gpu"} if name == "return_rows" else set()
         assert {each for each in how if "updates" in each} == own_counters
-        exchange._entries = own
+        exchange._kernels = own
 
 
 @pytest.mark.slow
@@ -105,8 +105,8 @@ def packed(group: weft.Group, buffer: Buffer) -> None:
         (finding,) = made(buffer, RowDispatch)
         into = [torch.full((room + 2, size), 77, dtype=torch.uint8) for size in (24, 12)]
         sent = own_rows.ids.view(torch.uint8), own_rows.weights.view(torch.uint8)
-        ranks = rank_layout.build_announcement(
-            (), None, rank_layout.dispatch_layout(own_rows.ids, 12, 2), None
+        ranks = rank_layout.build_count_message(
+            (), None, rank_layout.compute_layout(own_rows.ids, 12, 2), None
         )[1]
         finding.run(sent, ranks, [t[:room] for t in into])
         if group.rank == 1:
@@ -148,7 +148,7 @@ def overwrite_handle(group: weft.Group, buffer: Buffer) -> None:
     share = exchange.a2a.heap.tensor((exchange.a2a.config.offsets.share_bytes,), torch.uint8)
     returned, shape = exchange.a2a.config.offsets.returned, exchange.a2a.config.shape
     end = returned + shape.ranks * shape.tokens * shape.out_bytes
-    saved = [each.clone() for each in (handle.packing.tokens, handle.packing.until)]
+    saved = [each.clone() for each in (handle.packing.tokens, handle.packing.prefix)]
     for value in (-1, 64, 1 << 30, -(1 << 31)):
         group.barrier()
         behind = share[end:].clone()
@@ -159,11 +159,11 @@ def overwrite_handle(group: weft.Group, buffer: Buffer) -> None:
         # destinations and saved routings are as they were: the same tokens come back
         assert torch.equal(share[end:], behind)
         handle.packing.tokens.copy_(saved[0])
-        handle.packing.until.fill_(value)
+        handle.packing.prefix.fill_(value)
         buffer.combine(x, handle)
         group.barrier()
         assert torch.equal(share[end:], behind)
-        handle.packing.until.copy_(saved[1])
+        handle.packing.prefix.copy_(saved[1])
     assert torch.equal(bits(buffer.combine(x, handle)[0]), bits(want))
 
 

@@ -31,7 +31,7 @@ from tests.compat.calls import (
     rows,
     workspace_of,
 )
-from weft.compat import fusion_workspace, moe_alltoall, refusals, triton_dist
+from weft.compat import checks, fusion_workspace, moe_alltoall, triton_dist
 from weft.compat import ranks as places
 from weft.compat.flashinfer import MoeAlltoAll
 from weft.compat.fusion_workspace import AllReduceFusionWorkspace
@@ -86,7 +86,7 @@ def captured(group: weft.Group, capturing: list[bool]) -> None:
 
 def test_a_capture_makes_no_workspace(ranks, monkeypatch):
     capturing = [False]
-    monkeypatch.setattr(refusals, "is_capturing", lambda device: capturing[0])
+    monkeypatch.setattr(checks, "is_capturing", lambda device: capturing[0])
     ranks(RANKS, "threads")(captured, capturing)
 
 

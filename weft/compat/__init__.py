@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop-in replacements for other projects' calls: change an import and keep the engine.
+"""Drop-in replacements for other projects' communication libraries.
 
 weft.compat.deep_ep: deep_ep's Buffer, both modes.
 weft.compat.triton_dist: triton_dist's low-latency layer.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of flashinfer.comm that engines import.
 
-docs/user/compat.md lists for each name what is the same, what differs and what is refused.
+docs/user/compat.md lists for each name what is the same, different or unsupported.
 """
 
 from __future__ import annotations

@@ -13,15 +13,15 @@ from weft.allreduce.call import MoEFinalize, Reduced
 from weft.allreduce.config import MAX_TOKENS
 from weft.allreduce.operator import AllReduce
 from weft.arguments import check_bools, check_choice, check_float, check_instance, check_int
+from weft.compat.checks import check_allowed, check_not_capturing, rename_argument
 from weft.compat.ranks import lease_group
-from weft.compat.refusals import refuse_capture, rename_argument, require
 from weft.errors import OutOfOrder, UsageError
 from weft.group import Group
 from weft.runtime.operator import run_all
 from weft.shape import DTYPE_NAMES
 
-# Names of `AllReduce.fused`'s arguments in `allreduce_fusion`.
-NAMES = {
+# Names in `allreduce_fusion` of the arguments of `AllReduce.fused`.
+ARGUMENT_NAMES = {
     "x": "input",
     "residual": "residual_in",
     "weight": "rms_gamma",
@@ -34,18 +34,18 @@ NAMES = {
     "prologue.shared": "shared_expert_output",
     "prologue.routed_scaling_factor": "routed_scaling_factor",
 }
-REDUCED = NAMES | {  # for the MoE reduction pattern
+MOE_REDUCTION_NAMES = ARGUMENT_NAMES | {  # for the MoE reduction pattern
     "prologue.rows": "moe_reduction_active_experts_token_input",
     "prologue.scales": "moe_reduction_scale_input",
     "prologue.shared": "moe_reduction_token_input",
 }
 MAX_WORLD = 1 << 16
 INT64 = -(1 << 63), (1 << 63) - 1
-MULTICAST = "mnnvl needs NVLink multicast, which weft does not use; pass auto or trtllm"
+MULTICAST_REASON = "mnnvl needs NVLink multicast, which weft does not use; pass auto or trtllm"
 
 
 class AllReduceFusionWorkspace:
-    """The result of `create_allreduce_fusion_workspace`; a context manager. Collective.
+    """Memory and ranks of `allreduce_fusion`. A context manager; construction is collective.
 
     Attributes:
         metadata: The sizes passed to the constructor.
@@ -73,12 +73,14 @@ class AllReduceFusionWorkspace:
         dtype = check_choice("dtype", dtype, DTYPE_NAMES)
         self.group, self._release = lease_group(tp_rank, tp_size, group, comm_backend)
         self.world_size, self.rank = tp_size, tp_rank
-        self._elements = max_token_num * hidden_dim
+        self._max_elements = max_token_num * hidden_dim
         self._timeout, self._first_timeout = timeout, first_timeout
-        self._first = hidden_dim, dtype
-        self._reduces: dict[tuple[int, torch.dtype], AllReduce] = {}
+        self._default_key = hidden_dim, dtype
+        self._operators: dict[tuple[int, torch.dtype], AllReduce] = {}
         try:
-            self._reduces[self._first] = self._make(max_token_num, *self._first)
+            self._operators[self._default_key] = self._create_operator(
+                max_token_num, *self._default_key
+            )
         except BaseException:
             self._release()
             raise
@@ -89,10 +91,10 @@ class AllReduceFusionWorkspace:
             **{"hidden_dim": hidden_dim, "use_fp32_lamport": dtype == torch.float32},
         }
 
-    def _make(self, tokens: int, hidden: int, dtype: torch.dtype) -> AllReduce:
+    def _create_operator(self, num_tokens: int, hidden: int, dtype: torch.dtype) -> AllReduce:
         return AllReduce(
             self.group,
-            max_tokens=min(tokens, MAX_TOKENS),
+            max_tokens=min(num_tokens, MAX_TOKENS),
             hidden=hidden,
             dtype=dtype,
             epilogue_at="receiver",  # as in flashinfer.comm, each rank may have its own residual
@@ -100,37 +102,41 @@ class AllReduceFusionWorkspace:
             first_timeout=self._first_timeout,
         )
 
-    def open(self) -> AllReduce:
-        """Return the all-reduce of the constructor's sizes.
+    def get_default_operator(self) -> AllReduce:
+        """Return the all-reduce with the sizes given to the constructor.
 
         Raises:
             OutOfOrder: If the workspace is destroyed.
         """
-        if not self._reduces:
-            raise OutOfOrder("this workspace was destroyed; make a new one")
-        return self._reduces[self._first]
+        if not self._operators:
+            raise OutOfOrder("this workspace was destroyed; create a new one")
+        return self._operators[self._default_key]
 
-    def operator_for(self, rows: torch.Tensor) -> AllReduce:
-        """Return the all-reduce for rows of this size and dtype; collective if new.
+    def get_operator(self, rows: torch.Tensor) -> AllReduce:
+        """Return the all-reduce for rows of this size and dtype. Collective if it is new.
 
-        Unsupported rows get the first all-reduce, whose checks raise.
+        For unsupported rows, return the default all-reduce, whose checks raise.
 
         Raises:
             OutOfOrder: If the workspace is destroyed.
             InvalidArgument: If the size or dtype is new in a graph capture.
         """
-        first, key = self.open(), (int(rows.shape[-1]), rows.dtype)
-        if key not in self._reduces and self._supports(1, *key):
-            what = f"a call with rows [{key[0]}] of {key[1]}"
-            refuse_capture(self.group.device, what, "make one before the capture")
-            self._reduces[key] = self._make(self._elements // key[0], *key)
-        return self._reduces.get(key, first)
+        default, key = self.get_default_operator(), (int(rows.shape[-1]), rows.dtype)
+        if key not in self._operators and self._supports(1, *key):
+            label = f"a call with rows [{key[0]}] of {key[1]}"
+            check_not_capturing(self.group.device, label, "run one before the capture")
+            self._operators[key] = self._create_operator(self._max_elements // key[0], *key)
+        return self._operators.get(key, default)
 
-    def _supports(self, tokens: int, hidden: int, dtype: torch.dtype) -> bool:
-        """Whether elements fit and both or neither dtype is float32, as in flashinfer.comm."""
-        same_width = (dtype == torch.float32) == (self.open().dtype == torch.float32)
-        fits = hidden >= 8 and hidden % 8 == 0 and 0 <= tokens * hidden <= self._elements
-        return dtype in DTYPE_NAMES and same_width and fits
+    def _supports(self, num_tokens: int, hidden: int, dtype: torch.dtype) -> bool:
+        """Whether the workspace supports these rows, as in flashinfer.comm."""
+        has_same_width = (dtype == torch.float32) == (
+            self.get_default_operator().dtype == torch.float32
+        )
+        is_size_supported = (
+            hidden >= 8 and hidden % 8 == 0 and 0 <= num_tokens * hidden <= self._max_elements
+        )
+        return dtype in DTYPE_NAMES and has_same_width and is_size_supported
 
     def is_buffer_size_sufficient(
         self,
@@ -140,11 +146,11 @@ class AllReduceFusionWorkspace:
         dtype: torch.dtype,
         use_oneshot: bool | None = None,
     ) -> bool:
-        """Whether this workspace serves such calls.
+        """Whether this workspace supports calls of this size.
 
         A call with a new hidden size allocates memory.
         """
-        self.open()
+        self.get_default_operator()
         tp_size = check_int("tp_size", tp_size, *INT64)
         num_tokens = check_int("num_tokens", num_tokens, *INT64)
         hidden_dim = check_int("hidden_dim", hidden_dim, *INT64)
@@ -153,14 +159,14 @@ class AllReduceFusionWorkspace:
             check_bools(use_oneshot=use_oneshot)
         return tp_size == self.world_size and self._supports(num_tokens, hidden_dim, dtype)
 
-    def backend_for(self, use_oneshot: bool | None, rows: torch.Tensor, tokens: int) -> str:
+    def select_backend(self, use_oneshot: bool | None, rows: torch.Tensor, num_tokens: int) -> str:
         """Return the backend that use_oneshot selects if it supports the size, otherwise "auto"."""
         if use_oneshot is None:
             return "auto"
         check_bools(use_oneshot=use_oneshot)
         if not use_oneshot:
             return "twoshot"
-        return "oneshot" if tokens <= self.operator_for(rows).config.direct else "auto"
+        return "oneshot" if num_tokens <= self.get_operator(rows).config.direct else "auto"
 
     def run(
         self,
@@ -168,18 +174,18 @@ class AllReduceFusionWorkspace:
         prologue: MoEFinalize | None,
         backend: str,
         kwargs: dict[str, Any],
-        names: Mapping[str, str] = NAMES,
+        names: Mapping[str, str] = ARGUMENT_NAMES,
     ) -> Reduced:
-        """Call `weft.AllReduce.fused`; `names` are its arguments' names in error messages."""
+        """Call `weft.AllReduce.fused`; `names` maps its arguments to names for errors."""
         try:
             rows = prologue.rows if x is None and prologue is not None else x
-            reduce = self.open() if rows is None else self.operator_for(rows)
-            return reduce.fused(x, prologue=prologue, backend=backend, **kwargs)
+            operator = self.get_default_operator() if rows is None else self.get_operator(rows)
+            return operator.fused(x, prologue=prologue, backend=backend, **kwargs)
         except UsageError as error:
             raise rename_argument(error, names) from error
 
-    def scale(self, value: float) -> torch.Tensor:
-        """Return a cached float32 `[1]` with the value of a scale.
+    def get_scale_tensor(self, value: float) -> torch.Tensor:
+        """Return a cached float32 tensor `[1]` that holds `value`.
 
         Raises:
             InvalidArgument: If the value is new in a graph capture.
@@ -187,33 +193,37 @@ class AllReduceFusionWorkspace:
         value = check_float("scale_factor", value, above=0.0)
         if value not in self._scales:
             fix = "pass it as a float32 tensor [1]"
-            refuse_capture(self.group.device, f"scale_factor={value}", fix)
+            check_not_capturing(self.group.device, f"scale_factor={value}", fix)
             self._scales[value] = torch.full(
                 (1,), value, dtype=torch.float32, device=self.group.device
             )
         return self._scales[value]
 
-    def expert_major(self, experts: int, tokens: int) -> torch.Tensor:
+    def get_expert_major_indices(self, num_experts: int, num_tokens: int) -> torch.Tensor:
         """Return cached int32 `[tokens, experts]`: the index of token t's row of expert e."""
-        if (experts, tokens) not in self._indices:
-            what = f"a MoE reduction of {experts} experts and {tokens} tokens"
-            refuse_capture(self.group.device, what, "make one such call before the capture")
-            rows = torch.arange(experts * tokens, dtype=torch.int32, device=self.group.device)
-            self._indices[experts, tokens] = rows.view(experts, tokens).t().contiguous()
-        return self._indices[experts, tokens]
+        if (num_experts, num_tokens) not in self._indices:
+            label = f"a MoE reduction with {num_experts} experts and {num_tokens} tokens"
+            check_not_capturing(self.group.device, label, "run one such call before the capture")
+            rows = torch.arange(
+                num_experts * num_tokens, dtype=torch.int32, device=self.group.device
+            )
+            self._indices[num_experts, num_tokens] = (
+                rows.view(num_experts, num_tokens).t().contiguous()
+            )
+        return self._indices[num_experts, num_tokens]
 
     def check(self) -> None:
         """Raise errors recorded by the device (`weft.AllReduce.check`)."""
-        self.open()
-        run_all(*(reduce.check for reduce in self._reduces.values()))
+        self.get_default_operator()
+        run_all(*(operator.check for operator in self._operators.values()))
 
     def destroy(self) -> None:
         """Free the memory, and the group if it is not the caller's. Local and idempotent."""
-        closes = [reduce.close for reduce in self._reduces.values()]
-        self._reduces.clear()
+        close_functions = [operator.close for operator in self._operators.values()]
+        self._operators.clear()
         self._scales.clear()
         self._indices.clear()
-        run_all(*closes, self._release)
+        run_all(*close_functions, self._release)
 
     def __enter__(self) -> AllReduceFusionWorkspace:
         return self
@@ -240,12 +250,12 @@ def create_allreduce_fusion_workspace(
     timeout: float = 120.0,
     first_timeout: float = 120.0,
 ) -> AllReduceFusionWorkspace:
-    """Allocate the memory of `allreduce_fusion`. Collective.
+    """Create the workspace of `allreduce_fusion`. Collective.
 
-    timeout and first_timeout are weft's own, as in weft.AllReduce.
+    flashinfer.comm has no timeout and first_timeout; they are those of weft.AllReduce.
 
     Args:
-        backend: "auto" or "trtllm", which are the same; "mnnvl" is refused.
+        backend: "auto" or "trtllm", which are the same. "mnnvl" is not supported.
         world_size: Number of ranks.
         rank: This rank.
         max_token_num: Maximum tokens of a call.
@@ -265,7 +275,7 @@ def create_allreduce_fusion_workspace(
         GeometryMismatch: If ranks pass different sizes.
         RendezvousFailed: If the ranks do not meet.
     """
-    require("backend", backend, ("auto", "trtllm"), MULTICAST)
+    check_allowed("backend", backend, ("auto", "trtllm"), MULTICAST_REASON)
     world_size = check_int("world_size", world_size, 1, MAX_WORLD)
     return AllReduceFusionWorkspace(
         world_size,

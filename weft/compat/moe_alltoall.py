@@ -15,21 +15,21 @@ from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.arguments import check_bools, check_choice, check_instance, check_int, check_seconds
-from weft.compat.moe_workspace import CombineRow, MoeWorkspace, RowBytes, likely_row
-from weft.compat.ranks import EpMapping, lease_group, rank_and_size
-from weft.compat.refusals import (
-    BACKEND,
+from weft.compat.checks import (
+    BACKEND_REASON,
     MASK_WORDS,
-    RESULT,
+    RESULT_REASON,
+    check_allowed,
     check_batch,
     check_ids,
     check_mask,
     check_payloads,
     check_stats,
     rename_argument,
-    require,
 )
-from weft.compat.sizes import MAX_BYTES, moe_workspace_size
+from weft.compat.moe_workspace import CombineRow, MoeWorkspace, RowBytes, guess_combine_row
+from weft.compat.ranks import EpMapping, lease_group, read_rank_and_size
+from weft.compat.sizes import MAX_BYTES, get_moe_workspace_size
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.fields import max_value
 from weft.group import Group
@@ -42,26 +42,26 @@ from weft.shape import DTYPE_NAMES, MAX_TOP_K, Shape
 
 @dataclass(slots=True)
 class _Round:
-    """A dispatch whose combine is pending.
+    """State between a dispatch and its combine.
 
     Attributes:
-        carrier: The all-to-all that sent the payloads.
-        returning: The all-to-all that returns rows `row`. It differs from carrier only in a first
-            round whose rows were not the likely ones.
-        ids: The tokens' expert ids, kept as long as returning may change.
-        offered: The tensor that get_combine_payload_tensor_in_workspace returned.
+        dispatch_operator: The all-to-all that sent the payloads.
+        combine_operator: The all-to-all that returns rows `row`. It differs from dispatch_operator
+            only in a first round whose combine row was guessed wrong.
+        ids: The tokens' expert ids, stored as long as combine_operator may change.
+        combine_buffer: The tensor that get_combine_payload_tensor_in_workspace returned.
     """
 
     tokens: int
     limit: int
     payloads: RowBytes
     row: CombineRow
-    carrier: AllToAll
-    returning: AllToAll
+    dispatch_operator: AllToAll
+    combine_operator: AllToAll
     received: Received
     ids: torch.Tensor | None
     stats: torch.Tensor | None
-    offered: torch.Tensor | None = None
+    combine_buffer: torch.Tensor | None = None
 
 
 class MoeAlltoAll:
@@ -113,7 +113,7 @@ class MoeAlltoAll:
         first_timeout: float = 120.0,
     ) -> None:
         check_bools(enable_rank_mask=enable_rank_mask)
-        require("backend", backend, "trtllm", BACKEND)
+        check_allowed("backend", backend, "trtllm", BACKEND_REASON)
         limit = max_value(Shape, "tokens")
         max_num_tokens = check_int("max_num_tokens", max_num_tokens, 1, limit)
         top_k = check_int("top_k", top_k, 1, MAX_TOP_K)
@@ -123,7 +123,7 @@ class MoeAlltoAll:
         )
         timeout = check_seconds("timeout", timeout)
         first_timeout = check_seconds("first_timeout", first_timeout)
-        rank, size = rank_and_size(mapping)
+        rank, size = read_rank_and_size(mapping)
         if hidden_size is not None:
             hidden_size = check_int("hidden_size", hidden_size, 1, max_value(Shape, "hidden"))
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
@@ -135,7 +135,7 @@ class MoeAlltoAll:
             requested = workspace_size_per_rank
             workspace_size_per_rank = check_int("workspace_size_per_rank", requested, 1, MAX_BYTES)
         elif hidden_size is not None:
-            workspace_size_per_rank = moe_workspace_size(
+            workspace_size_per_rank = get_moe_workspace_size(
                 size, top_k, max_num_tokens, hidden_size, eplb_stats_num_experts=stats
             )
         else:
@@ -148,7 +148,7 @@ class MoeAlltoAll:
         ranks = tuple(getattr(mapping, "moe_ep_group", ()))
         self.group, release = lease_group(rank, size, group, comm, ranks)
         self._hidden = hidden_size
-        self._rows: dict[RowBytes, CombineRow] = {}  # combine rows of this object's rounds
+        self._rows: dict[RowBytes, CombineRow] = {}  # known after the first round
         self._round: _Round | None = None
         try:
             shared = lease(
@@ -158,7 +158,7 @@ class MoeAlltoAll:
                 top_k=top_k,
                 num_experts=num_experts,
                 stats=stats,
-                size_asked=workspace_size_per_rank,
+                requested_size=workspace_size_per_rank,
                 timeout=timeout,
                 first_timeout=first_timeout,
             )
@@ -166,13 +166,15 @@ class MoeAlltoAll:
             release()
             raise
         self._workspace = shared.operator
-        self._number = shared.operator.allocate_layer_number()
-        self._open_rounds: set[AllToAll] = set()  # all-to-alls between dispatch and combine
-        # Engines drop their objects without closing them.
-        self._finalizer = weakref.finalize(self, _finalize, shared, release, self._open_rounds)
+        self._layer = shared.operator.allocate_layer_number()
+        self._open_rounds: set[AllToAll] = set()  # between dispatch and combine
+        # Engines drop objects without closing them.
+        self._finalizer = weakref.finalize(
+            self, _release_resources, shared, release, self._open_rounds
+        )
         self._finalizer.atexit = False
 
-    get_moe_workspace_size_per_rank = staticmethod(moe_workspace_size)
+    get_moe_workspace_size_per_rank = staticmethod(get_moe_workspace_size)
 
     @property
     def eplb_gathered_stats(self) -> torch.Tensor | None:
@@ -200,15 +202,15 @@ class MoeAlltoAll:
             token_selected_experts: int32 or int64 `[tokens, top_k]`, global ids, -1 for none.
             input_payloads: Up to 8 tensors `[tokens, *]` of any dtype. They may differ between
                 calls.
-            runtime_max_tokens_per_rank: Upper bound of every rank's tokens in this call, equal on
-                all ranks.
+            runtime_max_tokens_per_rank: Maximum tokens of any rank in this call, equal on all
+                ranks.
             invalid_token_expert_id: Value for rows of payload expert_id_payload_index, ids
                 `[tokens, top_k]`, to which no token was sent.
             expert_id_payload_index: Index of the payload with expert ids.
             eplb_local_stats: int32 `[eplb_stats_num_experts]`, for `eplb_gathered_stats`. A rank
                 that omits it contributes zeros.
-            active_rank_mask: The living ranks (`moe_a2a_active_rank_mask`), with enable_rank_mask.
-                It contains all ranks until the group recovers from a death. Ids of dead ranks'
+            active_rank_mask: With enable_rank_mask, the living ranks (`moe_a2a_active_rank_mask`):
+                all ranks until the group recovers from a death. Ids of dead ranks'
                 experts are dropped.
             enable_pdl: Ignored.
 
@@ -225,7 +227,11 @@ class MoeAlltoAll:
             GeometryMismatch: If ranks pass different sizes.
             GroupError: If the group is broken.
         """
-        workspace, device, limit = self._open(), self.group.device, runtime_max_tokens_per_rank
+        workspace, device, limit = (
+            self._get_workspace(),
+            self.group.device,
+            runtime_max_tokens_per_rank,
+        )
         check_stats(eplb_local_stats, self.eplb_stats_num_experts, device)
         check_mask(active_rank_mask, self.enable_rank_mask, self.group)
         self._drop_broken_round()
@@ -241,26 +247,28 @@ class MoeAlltoAll:
         if invalid_token_expert_id is not None:
             check_ids(rows, self.top_k, invalid_token_expert_id, ids_index)
         sizes = tuple(row.row_bytes for row in rows)
-        known = self._rows.get(sizes)
-        row = known or workspace.rows.get(sizes) or likely_row(rows, self._hidden)
-        carrier = workspace.operator(sizes, row)
-        stats = workspace.no_stats if eplb_local_stats is None else eplb_local_stats
-        planes = [_bytes(t, size) for t, size in zip(payloads, sizes, strict=True)]
+        known_row = self._rows.get(sizes)
+        row = (
+            known_row or workspace.combine_rows.get(sizes) or guess_combine_row(rows, self._hidden)
+        )
+        dispatch_operator = workspace.get_operator(sizes, row)
+        stats = workspace.zero_stats if eplb_local_stats is None else eplb_local_stats
+        byte_views = [_view_as_bytes(t, size) for t, size in zip(payloads, sizes, strict=True)]
         try:
-            received = self._send(carrier, planes, ids, stats, limit)
+            received = self._send(dispatch_operator, byte_views, ids, stats, limit)
         except UsageError as error:
             names = {"topk_ids": "token_selected_experts", "stats": "eplb_local_stats"}
             raise rename_argument(error, names) from error
-        self._open_rounds.add(carrier)
+        self._open_rounds.add(dispatch_operator)
         self._round = _Round(
             tokens=ids.shape[0],
             limit=limit,
             payloads=sizes,
             row=row,
-            carrier=carrier,
-            returning=carrier,
+            dispatch_operator=dispatch_operator,
+            combine_operator=dispatch_operator,
             received=received,
-            ids=ids.clone() if known is None else None,
+            ids=ids.clone() if known_row is None else None,
             stats=None if eplb_local_stats is None else received.stats,
         )
         views = [
@@ -275,28 +283,28 @@ class MoeAlltoAll:
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return a contiguous `[ep_size, runtime_max_tokens_per_rank, hidden_size]` for experts.
+        """Return the buffer `[ep_size, runtime_max_tokens_per_rank, hidden_size]` for combine.
 
-        Call it between dispatch and combine, and pass the tensor to combine with
-        payload_in_workspace=True.
+        Call it between dispatch and combine, write the experts' results into the contiguous buffer,
+        and pass it to combine with payload_in_workspace=True.
 
         Raises:
             OutOfOrder: If no dispatch is pending.
             InvalidArgument: If the number of tokens differs from the dispatch's, or combine cannot
                 return such rows.
         """
-        _, running = self._dispatched("get_combine_payload_tensor_in_workspace")
-        _check_limit(runtime_max_tokens_per_rank, running)
+        _, pending = self._require_dispatch("get_combine_payload_tensor_in_workspace")
+        _check_limit(runtime_max_tokens_per_rank, pending)
         hidden_size = check_int("hidden_size", hidden_size, 1, max_value(Shape, "hidden"))
         check_choice("dtype", check_instance("dtype", dtype, torch.dtype), DTYPE_NAMES)
-        if (hidden_size, dtype) == (running.row.hidden, running.row.dtype):
-            running.offered = running.returning.output(running.limit)
+        if (hidden_size, dtype) == (pending.row.hidden, pending.row.dtype):
+            pending.combine_buffer = pending.combine_operator.output(pending.limit)
         else:
-            self._check_changes(CombineRow(hidden_size, dtype), running)
+            self._check_row_changeable(CombineRow(hidden_size, dtype), pending)
             self._check_sizes(hidden=hidden_size, dtype=dtype)
-            shape = (self.ep_size, running.limit, hidden_size)
-            running.offered = torch.empty(shape, dtype=dtype, device=self.group.device)
-        return running.offered
+            shape = (self.ep_size, pending.limit, hidden_size)
+            pending.combine_buffer = torch.empty(shape, dtype=dtype, device=self.group.device)
+        return pending.combine_buffer
 
     @disable_tracing
     def combine(
@@ -314,7 +322,7 @@ class MoeAlltoAll:
         active_rank_mask: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
     ) -> torch.Tensor:
-        """Return rows to their tokens' owners and add them there, in fp32 and rank order.
+        """Send rows to the ranks that own the tokens, and sum them there in fp32 and rank order.
 
         Args:
             payload: `[ep_size, runtime_max_tokens_per_rank, hidden_size]`, bfloat16, float16 or
@@ -341,36 +349,43 @@ class MoeAlltoAll:
             OutOfOrder: If no dispatch is pending, or the object is closed.
             GroupError: If the group is broken.
         """
-        workspace, running = self._dispatched("combine")
+        workspace, pending = self._require_dispatch("combine")
         check_bools(payload_in_workspace=payload_in_workspace, use_low_precision=use_low_precision)
         check_mask(active_rank_mask, self.enable_rank_mask, self.group)
-        require("output_scales", output_scales, None, RESULT)
-        require("output_scalar_scale", output_scalar_scale, 1.0, RESULT)
-        require("sf_layout", getattr(sf_layout, "name", sf_layout), (None, "layout_linear"), RESULT)
-        _check_limit(runtime_max_tokens_per_rank, running)
-        self._check_payload(payload, running, payload_in_workspace)
+        check_allowed("output_scales", output_scales, None, RESULT_REASON)
+        check_allowed("output_scalar_scale", output_scalar_scale, 1.0, RESULT_REASON)
+        check_allowed(
+            "sf_layout",
+            getattr(sf_layout, "name", sf_layout),
+            (None, "layout_linear"),
+            RESULT_REASON,
+        )
+        _check_limit(runtime_max_tokens_per_rank, pending)
+        self._check_payload(payload, pending, payload_in_workspace)
         dtype = torch.bfloat16 if use_low_precision else payload.dtype
-        require("output_dtype", output_dtype, (None, dtype), RESULT)
-        operator = self._returning(CombineRow(payload.shape[2], dtype, use_low_precision))
-        outbox = operator.output(running.limit)
-        if not _is_same_view(payload, outbox):
-            outbox.copy_(payload)
+        check_allowed("output_dtype", output_dtype, (None, dtype), RESULT_REASON)
+        operator = self._get_combine_operator(
+            CombineRow(payload.shape[2], dtype, use_low_precision)
+        )
+        combine_input = operator.output(pending.limit)
+        if not _is_same_view(payload, combine_input):
+            combine_input.copy_(payload)
         try:
             result = operator.combine(out=output)
         except UsageError as error:
             raise rename_argument(error, {"out": "output"}) from error
-        if operator is not running.carrier:
-            running.carrier.combine()  # completes the round of the payloads
-        if running.payloads not in self._rows:
-            self._rows[running.payloads] = running.row
-            workspace.learn(running.payloads, running.row)
+        if operator is not pending.dispatch_operator:
+            pending.dispatch_operator.combine()  # completes the round of the dispatch
+        if pending.payloads not in self._rows:
+            self._rows[pending.payloads] = pending.row
+            workspace.record_combine_row(pending.payloads, pending.row)
         self._round = None
         self._open_rounds.clear()
         return result
 
     def check(self) -> None:
         """Raise errors recorded by the device (`weft.AllToAll.check`). Not in flashinfer.comm."""
-        self._open().check()
+        self._get_workspace().check()
 
     def close(self) -> None:
         """Free the workspace, and the group if it is not the caller's. Local and idempotent.
@@ -387,76 +402,76 @@ class MoeAlltoAll:
         self.close()
 
     def _drop_broken_round(self) -> None:
-        """Drop a round that a death broke: its all-to-all has been reset."""
-        if self._round is not None and not self._round.carrier.is_mid_round:
+        """Drop a round that a rank's death broke: its all-to-all has been reset."""
+        if self._round is not None and not self._round.dispatch_operator.is_mid_round:
             self._round = None
             self._open_rounds.clear()
 
-    def _open(self) -> MoeWorkspace:
+    def _get_workspace(self) -> MoeWorkspace:
         if not self._finalizer.alive:
-            raise OutOfOrder("this all-to-all was closed; make a new one")
+            raise OutOfOrder("this all-to-all was closed; create a new one")
         return self._workspace
 
-    def _dispatched(self, call: str) -> tuple[MoeWorkspace, _Round]:
-        workspace = self._open()
+    def _require_dispatch(self, call: str) -> tuple[MoeWorkspace, _Round]:
+        workspace = self._get_workspace()
         self._drop_broken_round()
         if self._round is None:
             raise OutOfOrder(f"{call} without a dispatch: call dispatch first")
         return workspace, self._round
 
-    def _returning(self, row: CombineRow) -> AllToAll:
+    def _get_combine_operator(self, row: CombineRow) -> AllToAll:
         """Return the all-to-all that returns `row` in this round.
 
-        Only combine knows the rows. If a first round was built for other rows, the tokens' routes
-        are also sent through the right all-to-all.
+        Only combine knows the rows. If a first round guessed other rows, the routing is sent again
+        through the right all-to-all.
         """
-        workspace, running = self._dispatched("combine")
-        if row != running.row:
-            ids = self._check_changes(row, running)
-            operator = workspace.operator(running.payloads, row)
-            blank = [
-                torch.zeros((running.tokens, size), dtype=torch.uint8, device=self.group.device)
-                for size in running.payloads
+        workspace, pending = self._require_dispatch("combine")
+        if row != pending.row:
+            ids = self._check_row_changeable(row, pending)
+            operator = workspace.get_operator(pending.payloads, row)
+            zero_payloads = [
+                torch.zeros((pending.tokens, size), dtype=torch.uint8, device=self.group.device)
+                for size in pending.payloads
             ]
-            self._send(operator, blank, ids, workspace.no_stats, running.limit)
+            self._send(operator, zero_payloads, ids, workspace.zero_stats, pending.limit)
             self._open_rounds.add(operator)
-            running.row, running.returning, running.ids = row, operator, None
-        return running.returning
+            pending.row, pending.combine_operator, pending.ids = row, operator, None
+        return pending.combine_operator
 
     def _send(
         self,
         operator: AllToAll,
-        planes: list[torch.Tensor],
+        byte_views: list[torch.Tensor],
         ids: torch.Tensor,
         stats: torch.Tensor | None,
         rows: int,
     ) -> Received:
-        """Dispatch with this object's number, so that ranks detect calls of different objects."""
-        operator.begin_round(self._number, rows, 0)
+        """Dispatch with this object's layer number, so that ranks detect calls of other objects."""
+        operator.begin_round(self._layer, rows, 0)
         try:
-            return operator.dispatch(planes, ids, stats=stats, rows=rows)
+            return operator.dispatch(byte_views, ids, stats=stats, rows=rows)
         finally:
             operator.end_rounds()
 
-    def _check_changes(self, row: CombineRow, running: _Round) -> torch.Tensor:
-        """Return the tokens' ids if this round may return other rows; otherwise InvalidArgument."""
-        if running.ids is None:
+    def _check_row_changeable(self, row: CombineRow, pending: _Round) -> torch.Tensor:
+        """Return the tokens' ids. Raises InvalidArgument if the round cannot return other rows."""
+        if pending.ids is None:
             raise InvalidArgument(
                 f"hidden_size {row.hidden}, dtype {row.dtype} and use_low_precision={row.fp8} of "
-                f"payload; earlier rounds with these input_payloads returned rows {running.row}: "
-                "make another MoeAlltoAll for rounds that return other rows"
+                f"payload; earlier rounds with these input_payloads returned rows {pending.row}: "
+                "create another MoeAlltoAll for rounds that return other rows"
             )
-        return running.ids
+        return pending.ids
 
     def _check_sizes(self, **sizes: Any) -> None:
-        """Raise InvalidArgument for sizes that AllToAll does not support."""
+        """Raise InvalidArgument for sizes that weft.AllToAll does not support."""
         tokens, top_k, experts = self.max_num_tokens, self.top_k, self.num_experts
         AllToAll.memory_bytes(
             ranks=self.ep_size, max_tokens=tokens, top_k=top_k, num_experts=experts, **sizes
         )
 
-    def _check_payload(self, payload: torch.Tensor, running: _Round, claimed: bool) -> None:
-        """Raise InvalidArgument for tensors that combine cannot return."""
+    def _check_payload(self, payload: torch.Tensor, pending: _Round, in_workspace: bool) -> None:
+        """Raise InvalidArgument for a payload that combine does not support."""
         if not isinstance(payload, torch.Tensor):
             raise_not_tensor("payload", payload)
         if payload.layout is not torch.strided or payload.is_nested:
@@ -464,59 +479,67 @@ class MoeAlltoAll:
         check_gradient("payload", payload)
         check_alignment("payload", payload, payload.itemsize)
         check_choice("payload.dtype", payload.dtype, DTYPE_NAMES)
-        slots, device = (self.ep_size, running.limit), self.group.device
-        if payload.dim() != 3 or payload.shape[:2] != slots or payload.device != device:
+        rows_shape, device = (self.ep_size, pending.limit), self.group.device
+        if payload.dim() != 3 or payload.shape[:2] != rows_shape or payload.device != device:
             raise InvalidArgument(
                 f"payload is {list(payload.shape)} on {payload.device}; it must be "
-                f"[{slots[0]}, {slots[1]}, hidden] on {device}"
+                f"[{rows_shape[0]}, {rows_shape[1]}, hidden] on {device}"
             )
-        offered = running.offered
-        if offered is None and claimed:
+        combine_buffer = pending.combine_buffer
+        if combine_buffer is None and in_workspace:
             raise InvalidArgument(
                 "payload_in_workspace=True, but this round has no tensor in the workspace; call "
                 "get_combine_payload_tensor_in_workspace and write into what it returns"
             )
-        inside = offered is not None and payload.data_ptr() == offered.data_ptr()
-        if offered is not None and (claimed or inside) and not _is_same_view(payload, offered):
+        aliases_buffer = (
+            combine_buffer is not None and payload.data_ptr() == combine_buffer.data_ptr()
+        )
+        if (
+            combine_buffer is not None
+            and (in_workspace or aliases_buffer)
+            and not _is_same_view(payload, combine_buffer)
+        ):
             raise InvalidArgument(
                 f"payload is {list(payload.shape)} {payload.dtype} at {payload.data_ptr():#x} with "
-                f"strides {payload.stride()} and payload_in_workspace={claimed}; the workspace's "
-                f"tensor is {list(offered.shape)} {offered.dtype} at {offered.data_ptr():#x} with "
-                f"strides {offered.stride()}: write into what "
-                "get_combine_payload_tensor_in_workspace returned, or pass memory of your own"
+                f"strides {payload.stride()} and payload_in_workspace={in_workspace}; the "
+                f"workspace's tensor is {list(combine_buffer.shape)} {combine_buffer.dtype} at "
+                f"{combine_buffer.data_ptr():#x} with strides {combine_buffer.stride()}: "
+                "write into what "
+                "get_combine_payload_tensor_in_workspace returned, or pass another tensor"
             )
 
 
-def _finalize(
+def _release_resources(
     shared: Lease[MoeWorkspace], release: Callable[[], None], open_rounds: set[AllToAll]
 ) -> None:
-    run_all(lambda: shared.operator.drop(open_rounds), shared.close, release)
+    run_all(lambda: shared.operator.close_operators(open_rounds), shared.close, release)
 
 
 def _fill_unrouted(view: torch.Tensor, ids: torch.Tensor, value: int) -> None:
-    """Write `value` into the rows of `view` whose local `ids` name no expert."""
+    """Write `value` into the rows of `view` that no token was sent to."""
     unrouted = torch.lt(ids.amax(dim=2, keepdim=True), 0)
     view.masked_fill_(unrouted, value)
 
 
-def _bytes(payload: torch.Tensor, row_bytes: int) -> torch.Tensor:
+def _view_as_bytes(payload: torch.Tensor, row_bytes: int) -> torch.Tensor:
     """View contiguous `[tokens, *]` as uint8 `[tokens, row_bytes]`."""
     flat = payload.view(payload.shape[0], row_bytes // payload.itemsize)
     return flat.view(torch.uint8)
 
 
-def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same view. Strides of dimensions of size 1 do not matter."""
-    if (one.shape, one.dtype, one.data_ptr()) != (other.shape, other.dtype, other.data_ptr()):
+def _is_same_view(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors are the same view, ignoring strides of dimensions of size 1."""
+    views = [(view.shape, view.dtype, view.data_ptr()) for view in (first, second)]
+    if views[0] != views[1]:
         return False
-    steps = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(n == 1 or a == b for n, a, b in steps)
+    strides = zip(first.shape, first.stride(), second.stride(), strict=True)
+    return all(size == 1 or a == b for size, a, b in strides)
 
 
-def _check_limit(tokens: int, running: _Round) -> None:
+def _check_limit(tokens: int, pending: _Round) -> None:
     tokens = check_int("runtime_max_tokens_per_rank", tokens, 1, max_value(Shape, "tokens"))
-    if tokens != running.limit:
+    if tokens != pending.limit:
         raise InvalidArgument(
             f"runtime_max_tokens_per_rank is {tokens}; dispatch was called with "
-            f"{running.limit}: pass the same to all calls of a round"
+            f"{pending.limit}: pass the same value to all calls of a round"
         )

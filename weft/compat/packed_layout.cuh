@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arguments of the kernels that pack rows by source, and that return packed rows to their tokens'
-// owners. They use the tensors of a handle, so no routing is sent again.
+// Arguments of the kernels that pack rows by source, and that return packed rows to the ranks that
+// own their tokens. They use the tensors of a handle, so the routing is not sent again.
 #pragma once
 #include <weft/alltoall/phases.cuh>
 
@@ -9,7 +9,7 @@ namespace weft {
 // Origin of packed rows. Mirrored by `PackedRows` in compat/packed_rows.py.
 struct PackedRows {
     const i32* tokens;  // [limit], each row's token at its source
-    const i32* until;   // [ranks, ranks]: rows that ranks up to i have for rank j
+    const i32* prefix;  // [ranks, ranks]: rows that ranks up to i have for rank j
     u32 limit;          // number of rows
     u32 reserved;
 };
@@ -28,9 +28,9 @@ struct ReturnArgs {
     Site site;
     PackedRows packed;
     const void* rows;   // [limit, hidden], in the order of source, then token
-    const u8* in_rank;  // [own_tokens, ranks]: whether the token has a row on that rank
+    const u8* in_rank;  // [num_tokens, ranks]: whether the token has a row on that rank
     u32* arrived;       // CTAs that have sent their rows; 0 between calls
-    u32 own_tokens;
+    u32 num_tokens;
     u32 reserved;
 };
 
@@ -39,9 +39,9 @@ struct SourceRows {
     u32 first, count;
 
     template <Shape S> WEFT_FN static SourceRows of(const PackedRows& a, u32 rank, u32 source) {
-        const i32* mine = a.until + rank;
-        const u32 begin = source == 0 ? 0 : u32(mine[(source - 1) * S.ranks]);
-        const u32 end = u32(mine[source * S.ranks]);
+        const i32* column = a.prefix + rank;
+        const u32 begin = source == 0 ? 0 : u32(column[(source - 1) * S.ranks]);
+        const u32 end = u32(column[source * S.ranks]);
         const u32 first = begin < a.limit ? begin : a.limit;
         const u32 last = end < a.limit ? end : a.limit;
         return {first, last > first ? last - first : 0};

@@ -21,17 +21,17 @@ namespace weft {
 template <Shape S, class Visit>
 WEFT_FN void for_pieces(const Block& team, const PackedRows& a, u32 rank, u32 pieces, Visit visit) {
     const u32 lane = team.warp_lane(), warps = team.lanes() / warp_lanes;
-    const SourceRows held =
+    const SourceRows source_rows =
         lane < S.ranks ? SourceRows::of<S>(a, rank, lane) : SourceRows{.first = 0, .count = 0};
-    u32 most = 0;
+    u32 max_count = 0;
     for (u32 source = 0; source < S.ranks; ++source)
-        most = max(most, __shfl_sync(all_lanes, held.count, source));
-    for (u64 unit = u64(blockIdx.x) * warps + team.warp(); unit < u64(most) * S.ranks * pieces;
+        max_count = max(max_count, __shfl_sync(all_lanes, source_rows.count, source));
+    for (u64 unit = u64(blockIdx.x) * warps + team.warp(); unit < u64(max_count) * S.ranks * pieces;
          unit += u64(gridDim.x) * warps) {
-        const u32 slot = u32(unit / pieces), place = slot / S.ranks;
-        const u32 source = (rank + slot) % S.ranks;
-        const u32 row = __shfl_sync(all_lanes, held.first, source) + place;
-        if (place >= __shfl_sync(all_lanes, held.count, source)) continue;
+        const u32 index = u32(unit / pieces), place = index / S.ranks;
+        const u32 source = (rank + index) % S.ranks;
+        const u32 row = __shfl_sync(all_lanes, source_rows.first, source) + place;
+        if (place >= __shfl_sync(all_lanes, source_rows.count, source)) continue;
         visit(source, row, u32(a.tokens[row]), u32(unit % pieces));
     }
 }
@@ -66,13 +66,13 @@ template <Shape S> WEFT_FN void fetch_rows(const FetchArgs& a) {
     launch_dependents();
     if (own_share<S>(a.site).header.state.failed != 0) return;
     const u32 vectors = a.row_bytes / 16, lane = team.warp_lane();
-    const u32 of_row = (vectors + piece_vectors - 1) / piece_vectors;
-    const u32 pieces = of_row + (a.scales != nullptr ? 1 : 0);
+    const u32 row_pieces = (vectors + piece_vectors - 1) / piece_vectors;
+    const u32 pieces = row_pieces + (a.scales != nullptr ? 1 : 0);
     for_pieces<S>(team, a.packed, a.site.rank, pieces,
                   [&](u32 source, u32 row, u32 token, u32 piece) {
                       if (token >= S.ranks * S.tokens) return;
                       const u8* from = share<S>(a.site, source).outbox.row[token];
-                      if (piece < of_row)
+                      if (piece < row_pieces)
                           copy_piece(from, a.rows + u64(row) * a.row_bytes, piece, vectors, lane);
                       else
                           fetch_words(from + a.row_bytes, a.scales + u64(row) * a.scale_bytes,
@@ -102,7 +102,7 @@ template <Shape S> WEFT_FN void return_rows(const ReturnArgs& a) {
     if (state.failed != 0) return;
     mark_start(team, header, Phase::combine, state.epoch, team.lane() == 0 ? now_ns() : 0);
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
-    for (u32 token = blockIdx.x * team.lanes() + team.lane(); token < a.own_tokens;
+    for (u32 token = blockIdx.x * team.lanes() + team.lane(); token < a.num_tokens;
          token += gridDim.x * team.lanes())
         save_ranks<S>(a, token);
     return_pieces<S>(team, a);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU and GPU entries that pack rows and return packed rows."""
+"""CPU and GPU kernels that pack rows by source, and return packed rows to their owners."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PackedRows(ctypes.Structure):
 
     _fields_ = (
         ("tokens", c_uint64),
-        ("until", c_uint64),
+        ("prefix", c_uint64),
         ("limit", c_uint32),
         ("reserved", c_uint32),
     )
@@ -50,15 +50,15 @@ class ReturnArgs(ctypes.Structure):
         ("rows", c_uint64),
         ("in_rank", c_uint64),
         ("arrived", c_uint64),
-        ("own_tokens", c_uint32),
+        ("num_tokens", c_uint32),
         ("reserved", c_uint32),
     )
 
 
-ENTRIES: dict[str, type[ctypes.Structure]] = {"fetch_rows": FetchArgs, "return_rows": ReturnArgs}
+ENTRY_ARGS: dict[str, type[ctypes.Structure]] = {"fetch_rows": FetchArgs, "return_rows": ReturnArgs}
 
 
-def entry_program(name: str, shape: Shape, *, device: bool) -> Program:
+def build_program(name: str, shape: Shape, *, device: bool) -> Program:
     """Return the program of one of ENTRIES for a Shape."""
     return Program(
         name="packed",
@@ -66,37 +66,37 @@ def entry_program(name: str, shape: Shape, *, device: bool) -> Program:
         ranks=shape.ranks,
         headers=(f"compat/packed_rows{'.cuh' if device else '_cpu.hpp'}",),
         constants=f"constexpr weft::Shape S = {shape.to_cpp()};\n",
-        entry_points={name: (ENTRIES[name], f"{name}<S>")},
+        entry_points={name: (ENTRY_ARGS[name], f"{name}<S>")},
         bounds={name: (THREADS, 2)} if device else None,
         structs=(PackedRows,),
     )
 
 
-class CudaPackedEntries(CudaKernels):
-    """The kernel of one Shape. The grid depends on sizes only, so a captured call serves any rows.
+class CudaRowKernels(CudaKernels):
+    """A compiled GPU kernel for one Shape; its grid depends only on sizes, as captured calls need.
 
-    `most_rows` is the maximum number of rows on a rank.
+    `max_rows` is the maximum number of rows on a rank.
     """
 
-    def __init__(self, name: str, shape: Shape, most_rows: int, build: Build) -> None:
-        super().__init__(entry_program(name, shape, device=True), build)
-        self._warps = most_rows * -(-shape.out_bytes // PIECE_BYTES)
+    def __init__(self, name: str, shape: Shape, max_rows: int, build: Build) -> None:
+        super().__init__(build_program(name, shape, device=True), build)
+        self._num_warps = max_rows * -(-shape.out_bytes // PIECE_BYTES)
         # Load it now: later, a peer's kernel may be spinning.
         self._launches[name, 0] = self._build_launch(name, 0)
 
     def _build_launch(self, name: str, tokens: int) -> Launch:
         ctas = min(
-            -(-self._warps * 32 // THREADS), self._sms * self._max_ctas_per_sm(name, THREADS)
+            -(-self._num_warps * 32 // THREADS), self._sms * self._max_ctas_per_sm(name, THREADS)
         )
         launcher = self._get_launcher(name, use_pdl=self._build.use_pdl)
         return Launch(launcher, (ctas, 1, 1), THREADS)
 
 
-def load_entries(
-    device: torch.device, name: str, shape: Shape, most_rows: int, build: Build
+def load_kernel(
+    device: torch.device, name: str, shape: Shape, max_rows: int, build: Build
 ) -> Kernels:
-    """Compile and load an entry of a Shape for a rank's device."""
+    """Compile and load a kernel for a Shape on a rank's device."""
     if device.type == "cpu":
-        return CpuKernels(entry_program(name, shape, device=False), build)
+        return CpuKernels(build_program(name, shape, device=False), build)
     with loading_context(device):
-        return CudaPackedEntries(name, shape, most_rows, build)
+        return CudaRowKernels(name, shape, max_rows, build)

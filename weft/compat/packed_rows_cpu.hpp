@@ -12,8 +12,8 @@ namespace weft {
 // Calls visit(source, row, token) for every packed row.
 template <Shape S, class Visit> void for_rows(const PackedRows& a, u32 rank, Visit visit) {
     for (u32 source = 0; source < S.ranks; ++source) {
-        const SourceRows held = SourceRows::of<S>(a, rank, source);
-        for (u32 row = held.first; row < held.first + held.count; ++row)
+        const SourceRows source_rows = SourceRows::of<S>(a, rank, source);
+        for (u32 row = source_rows.first; row < source_rows.first + source_rows.count; ++row)
             visit(source, row, u32(a.tokens[row]));
     }
 }
@@ -36,7 +36,7 @@ template <Shape S> void return_rows(const ReturnArgs& a) {
     if (state.failed != 0) return;
     mark_start(Solo{}, header, Phase::combine, state.epoch, now_ns());
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
-    for (u32 token = 0; token < a.own_tokens; ++token) save_ranks<S>(a, token);
+    for (u32 token = 0; token < a.num_tokens; ++token) save_ranks<S>(a, token);
     for_rows<S>(a.packed, a.site.rank, [&](u32 source, u32 row, u32 token) {
         if (token >= S.tokens) return;
         const u8* from = static_cast<const u8*>(a.rows) + u64(row) * S.out_bytes();

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row ranges of an expert's sources, in other projects' packed format."""
+"""Conversion of an expert's row ranges and sources to the format of other projects."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from weft.lowlatency.results import ExpertRows
 
 
-def packed_ranges(rows: ExpertRows) -> torch.Tensor:
+def pack_ranges(rows: ExpertRows) -> torch.Tensor:
     """Return int64 `[local_experts, ep_size]`: first row << 32 | number of rows."""
     first, count = rows.ranges.unbind(-1)
     return first.long() << 32 | count.long()
 
 
-def token_indices(rows: ExpertRows, max_tokens: int) -> torch.Tensor:
+def compute_token_indices(rows: ExpertRows, max_tokens: int) -> torch.Tensor:
     """Return int32 `[local_experts, R]`: each row's token at its source."""
     return rows.source % max_tokens

@@ -22,7 +22,7 @@ TIMEOUT = 120.0  # seconds for the rendezvous, and for each later control messag
 
 
 class EpMapping(Protocol):
-    """The attributes of a mapping that are read: this rank's place among the EP ranks."""
+    """Attributes of a mapping that weft reads: this rank's number among the EP ranks."""
 
     @property
     def moe_ep_rank(self) -> int: ...
@@ -31,7 +31,7 @@ class EpMapping(Protocol):
 
 
 class CommBackend(Protocol):
-    """The methods of a comm_backend that are called. mpi4py communicators have them as well."""
+    """Methods of a comm_backend that weft calls. mpi4py communicators have them as well."""
 
     def Get_rank(self) -> int: ...
     def Get_size(self) -> int: ...
@@ -47,8 +47,11 @@ class _SharedGroup:
 _shared_groups: dict[tuple[Any, ...], _SharedGroup] = {}
 
 
-def rank_and_size(mapping: EpMapping) -> tuple[int, int]:
-    """Return a mapping's (rank, size). Raises InvalidArgument naming a missing attribute."""
+def read_rank_and_size(mapping: EpMapping) -> tuple[int, int]:
+    """Return a mapping's (rank, size).
+
+    Raises InvalidArgument if an attribute is missing.
+    """
     for name in ("moe_ep_rank", "moe_ep_size"):
         if not hasattr(mapping, name):
             raise InvalidArgument(
@@ -66,7 +69,7 @@ def lease_group(
     comm: CommBackend | None = None,
     ranks: tuple[int, ...] = (),
 ) -> tuple[Group, Callable[[], None]]:
-    """Return the group of a call's ranks, and the function that releases it. Collective if new.
+    """Return the group of a call's ranks, and a function that releases it. Collective if new.
 
     The group is, in this order: `caller_group`; a group of one rank; that of `comm`; the world of
     torch.distributed. A group that is created here is shared by all callers in this process with
@@ -76,11 +79,11 @@ def lease_group(
         InvalidArgument: If the group does not match rank and size, or spans several hosts.
     """
     if isinstance(caller_group, Group):
-        _compare(rank, size, caller_group.rank, caller_group.size, "group")
+        _check_ranks(rank, size, caller_group.rank, caller_group.size, "group")
         return caller_group.require_one_host("this workspace"), lambda: None
     if caller_group is not None and not isinstance(caller_group, dist.ProcessGroup):
         raise_invalid(
-            "group", caller_group, "a weft.Group, which weft.launch makes, or a process group"
+            "group", caller_group, "a weft.Group, which weft.launch passes, or a process group"
         )
     key = (caller_group, rank, size, *ranks)
     if key not in _shared_groups:
@@ -102,17 +105,17 @@ def lease_group(
 def _create_group(
     rank: int, size: int, process_group: dist.ProcessGroup | None, comm: CommBackend | None
 ) -> Group:
-    # Known sizes are compared before ranks wait for each other, because not all may have called.
+    # Compare known sizes before waiting for other ranks: some ranks may not make this call.
     if process_group is None and comm is not None:
-        _compare(rank, size, comm.Get_rank(), comm.Get_size(), "mnnvl_config.comm_backend")
-        group = _meet(comm.allgather, rank, size)
+        _check_ranks(rank, size, comm.Get_rank(), comm.Get_size(), "mnnvl_config.comm_backend")
+        group = _connect_group(comm.allgather, rank, size)
     elif process_group is None and size == 1:
-        group = _meet(lambda value: [value], rank, size)
+        group = _connect_group(lambda value: [value], rank, size)
     else:
-        where = "the world of torch.distributed" if process_group is None else "group"
+        source = "the world of torch.distributed" if process_group is None else "group"
         if dist.is_initialized():  # otherwise from_torch raises with a fix
-            actual = dist.get_rank(process_group), dist.get_world_size(process_group)
-            _compare(rank, size, *actual, where)
+            actual_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+            _check_ranks(rank, size, *actual_ranks, source)
         group = Group.from_torch(process_group, timeout=TIMEOUT)
     try:
         return group.require_one_host("this workspace")
@@ -121,16 +124,16 @@ def _create_group(
         raise
 
 
-def _meet(exchange: Exchange, rank: int, size: int) -> Group:
+def _connect_group(exchange: Exchange, rank: int, size: int) -> Group:
     device = resolve_device(None)
     control = connect_machine(exchange, rank, size, device.type, TIMEOUT)
     return Group(control, device=device, timeout=TIMEOUT)
 
 
-def _compare(rank: int, size: int, actual_rank: int, actual_size: int, where: str) -> None:
+def _check_ranks(rank: int, size: int, actual_rank: int, actual_size: int, source: str) -> None:
     if (rank, size) != (actual_rank, actual_size):
         raise InvalidArgument(
-            f"the call is for rank {rank} of {size}, but {where} is rank {actual_rank} of "
+            f"the call is for rank {rank} of {size}, but {source} is rank {actual_rank} of "
             f"{actual_size}; pass group=weft.Group.from_torch(process_group) with the process "
-            "group of the ranks that take part, in the call's order"
+            "group of the participating ranks, in the order of the call"
         )

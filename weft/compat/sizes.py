@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory sizes of an all-to-all, with flashinfer.comm's functions."""
+"""Functions of flashinfer.comm that return the memory size of an all-to-all."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.arguments import check_int
-from weft.compat.refusals import BACKEND, require
+from weft.compat.checks import BACKEND_REASON, check_allowed
 from weft.fields import max_value
 from weft.shape import MAX_PLANES, MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K, Shape
 
 MAX_BYTES = 1 << 48  # upper bound of a workspace size
 
 
-def moe_workspace_size(
+def get_moe_workspace_size(
     ep_size: int,
     top_k: int,
     max_num_tokens: int,
@@ -30,29 +30,29 @@ def moe_workspace_size(
     `extra_payload_bytes_per_token` is the row size of one more payload. Raises InvalidArgument for
     invalid sizes.
     """
-    require("backend", backend, "trtllm", BACKEND)
+    check_allowed("backend", backend, "trtllm", BACKEND_REASON)
     ep_size = check_int("ep_size", ep_size, 1, MAX_RANKS)
     top_k = check_int("top_k", top_k, 1, MAX_TOP_K)
     max_num_tokens = check_int("max_num_tokens", max_num_tokens, 1, max_value(Shape, "tokens"))
     hidden_size = check_int("hidden_size", hidden_size, 1, max_value(Shape, "hidden"))
-    extra = check_int(
+    extra_bytes = check_int(
         "extra_payload_bytes_per_token", extra_payload_bytes_per_token, 0, MAX_ROW_BYTES
     )
     stats = check_int(
         "eplb_stats_num_experts", eplb_stats_num_experts, 0, max_value(Shape, "stats")
     )
     # What engines send without quantization: hidden states, expert ids, routing weights.
-    rows = [Payload((hidden_size,), torch.bfloat16), Payload((top_k,), torch.int32)]
-    rows.append(Payload((top_k,), torch.float32))
-    if extra:
-        rows.append(Payload((extra,), torch.uint8))
+    payloads = [Payload((hidden_size,), torch.bfloat16), Payload((top_k,), torch.int32)]
+    payloads.append(Payload((top_k,), torch.float32))
+    if extra_bytes:
+        payloads.append(Payload((extra_bytes,), torch.uint8))
     return AllToAll.memory_bytes(
         ranks=ep_size,
         max_tokens=max_num_tokens,
         top_k=top_k,
         num_experts=max(ep_size, top_k),  # does not affect symmetric memory
         hidden=hidden_size,
-        payloads=rows,
+        payloads=payloads,
         stats=stats,
     )
 
@@ -66,22 +66,25 @@ def moe_a2a_get_workspace_size_per_rank(
     *,
     backend: str = "trtllm",
 ) -> int:
-    """Return an upper estimate of the bytes of symmetric memory per rank.
+    """Return an upper bound of the bytes of symmetric memory per rank.
 
-    top_k and the number of payloads are unknown here. Engines plan with the estimate; `MoeAlltoAll`
-    does not depend on it.
+    The bound is loose, because the call gets neither top_k nor the number of payloads. Engines plan
+    memory with it; `MoeAlltoAll` does not use it.
 
     Raises:
         InvalidArgument: If a size is invalid.
     """
-    require("backend", backend, "trtllm", BACKEND)
+    check_allowed("backend", backend, "trtllm", BACKEND_REASON)
     ep_size = check_int("ep_size", ep_size, 1, MAX_RANKS)
     max_num_tokens = check_int("max_num_tokens", max_num_tokens, 1, max_value(Shape, "tokens"))
-    room = 15 * MAX_PLANES  # padding of each payload to 16 bytes
-    total, combined = total_dispatch_payload_size_per_token, combine_payload_size_per_token
-    total = check_int("total_dispatch_payload_size_per_token", total, 0, MAX_ROW_BYTES - room)
-    most = max_value(Shape, "hidden") * 2  # bytes, in bfloat16
-    combined = check_int("combine_payload_size_per_token", combined, 0, most)
+    padding = 15 * MAX_PLANES  # padding of each payload to 16 bytes
+    dispatch_bytes = total_dispatch_payload_size_per_token
+    dispatch_bytes = check_int(
+        "total_dispatch_payload_size_per_token", dispatch_bytes, 0, MAX_ROW_BYTES - padding
+    )
+    combine_bytes = combine_payload_size_per_token
+    max_row_bytes = max_value(Shape, "hidden") * 2  # bytes, in bfloat16
+    combine_bytes = check_int("combine_payload_size_per_token", combine_bytes, 0, max_row_bytes)
     stats = check_int(
         "eplb_stats_num_experts", eplb_stats_num_experts, 0, max_value(Shape, "stats")
     )
@@ -90,7 +93,7 @@ def moe_a2a_get_workspace_size_per_rank(
         max_tokens=max_num_tokens,
         top_k=MAX_TOP_K,
         num_experts=MAX_TOP_K,
-        hidden=max(8, -(-combined // 16) * 8),
-        payloads=[Payload((total + room,), torch.uint8)],
+        hidden=max(8, -(-combine_bytes // 16) * 8),
+        payloads=[Payload((dispatch_bytes + padding,), torch.uint8)],
         stats=stats,
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`EPLowLatencyAllToAllLayer` with the calls of triton_dist, on weft.LowLatencyAllToAll.
 
-docs/user/compat.md lists for each call what is the same, what is stricter and what is refused.
+docs/user/compat.md lists for each call what is the same, stricter or unsupported.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_bools, check_choice, check_instance, check_int
-from weft.compat.ranges import packed_ranges, token_indices
+from weft.compat.checks import check_allowed, rename_argument
+from weft.compat.ranges import compute_token_indices, pack_ranges
 from weft.compat.ranks import lease_group
-from weft.compat.refusals import rename_argument, require
 from weft.errors import GroupError, InvalidArgument, UsageError
 from weft.group import Group
 from weft.keywords import explain_keywords
@@ -27,15 +27,15 @@ from weft.shape import MAX_TOP_K
 
 __all__ = ["DispatchMetaInfo", "EPLowLatencyAllToAllLayer"]
 
-ONLINE = "dispatch quantizes; weft.LowLatencyAllToAll(quantize=None) sends rows unchanged"
-SCALES = "dispatch computes the scales itself; omit send_scales"
+ONLINE_REASON = "dispatch quantizes; weft.LowLatencyAllToAll(quantize=None) sends rows unchanged"
+SCALES_REASON = "dispatch computes the scales itself; omit send_scales"
 MAX_WORLD = 1 << 16
-TRACES = Path("prof")
+TRACE_DIR = Path("prof")
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchMetaInfo:
-    """The metadata of a dispatch that combine needs.
+    """Metadata of a dispatch, for combine.
 
     Attributes:
         recv_token_source_indices: int32 `[local_experts, world_size * max_m]`, each row's token at
@@ -52,15 +52,15 @@ class DispatchMetaInfo:
 class EPLowLatencyAllToAllLayer:
     """Expert-parallel dispatch and combine with the calls of triton_dist's layer. Collective.
 
-    Two results are kept. One may be combined several times or never, and is valid until a later
-    dispatch reuses its slot, the oldest first.
+    The layer has memory for two results. A result may be combined several times or never, and is
+    valid until a later dispatch reuses its memory, the oldest first.
 
     Args:
         max_m: Maximum tokens of one rank.
         hidden: As in LowLatencyAllToAll.
         topk: As in LowLatencyAllToAll.
         online_quant_fp8: Must be True.
-        rank: This rank's place in `group`.
+        rank: This rank's number in `group`.
         num_experts: As in LowLatencyAllToAll.
         local_world_size: Must equal world_size, because all ranks are on one host.
         world_size: Number of ranks.
@@ -97,7 +97,7 @@ class EPLowLatencyAllToAllLayer:
         timeout: float = 100.0,
         first_timeout: float = 120.0,
     ) -> None:
-        require("online_quant_fp8", online_quant_fp8, True, ONLINE)
+        check_allowed("online_quant_fp8", online_quant_fp8, True, ONLINE_REASON)
         local_world_size = check_int("local_world_size", local_world_size, 1, MAX_WORLD)
         world_size = check_int("world_size", world_size, 1, MAX_WORLD)
         rank = check_int("rank", rank, 0, world_size - 1)
@@ -140,11 +140,11 @@ class EPLowLatencyAllToAllLayer:
         send_scales: torch.Tensor | None = None,
         topk_indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, DispatchMetaInfo]:
-        """Send `[tokens, hidden]` to the experts of int `[tokens, topk]`.
+        """Send `[tokens, hidden]` to the experts in int `[tokens, topk]`.
 
         `scale = amax * fl(1 / 448)`, `q = round(x / scale)`. These are triton_dist's bits, except
-        that a block of zeros is zeros, and a block with an Inf or a NaN is all NaN. On a GPU the
-        quotient is Triton's; on CPU ranks it is rounded once.
+        that a block of zeros stays zero, and a block with an Inf or a NaN is all NaN. On a GPU the
+        quotient is rounded as by Triton, on CPU ranks once.
 
         Returns:
             float8_e4m3fn `[local_experts, world_size * max_m, hidden]`, float32 scales
@@ -155,7 +155,7 @@ class EPLowLatencyAllToAllLayer:
             InvalidArgument: If an argument is invalid.
             GroupError: If the group is broken.
         """
-        require("send_scales", send_scales, None, SCALES)
+        check_allowed("send_scales", send_scales, None, SCALES_REASON)
         if topk_indices is None:
             raise InvalidArgument(f"topk_indices is None; pass int32 [tokens, {self.topk}]")
         try:
@@ -166,7 +166,7 @@ class EPLowLatencyAllToAllLayer:
             ) from error
         assert rows.scales is not None
         meta = DispatchMetaInfo(
-            token_indices(rows, self.max_m), packed_ranges(rows), handle=rows.handle
+            compute_token_indices(rows, self.max_m), pack_ranges(rows), handle=rows.handle
         )
         return rows.x, rows.scales, rows.counts, meta
 
@@ -179,11 +179,11 @@ class EPLowLatencyAllToAllLayer:
         dispatch_meta: DispatchMetaInfo,
         zero_copy: bool = False,
     ) -> torch.Tensor:
-        """Return the weighted sums `[tokens, hidden]` of the experts' rows, read in place.
+        """Return each token's weighted sum of its experts' rows, `[tokens, hidden]`.
 
         Raises:
             InvalidArgument: If an argument is invalid.
-            OutOfOrder: If a later dispatch reused the slot.
+            OutOfOrder: If a later dispatch reused the memory.
             GroupError: If the group is broken.
         """
         check_bools(zero_copy=zero_copy)
@@ -199,35 +199,35 @@ class EPLowLatencyAllToAllLayer:
     def dump_dispatch_trace(self) -> None:
         """Write the last rounds, both phases, to prof/ll_dispatch_RANK_{rank}.json.
 
-        It does nothing without enable_profiling.
+        No-op without enable_profiling.
         """
-        self._dump("dispatch")
+        self._dump_phase("dispatch")
 
     def dump_combine_trace(self) -> None:
         """Write the last rounds, both phases, to prof/ll_combine_RANK_{rank}.json.
 
-        It does nothing without enable_profiling.
+        No-op without enable_profiling.
         """
-        self._dump("combine")
+        self._dump_phase("combine")
 
     def check(self) -> None:
         """Raise errors recorded by the device. Not in triton_dist."""
         self._a2a.check()
 
     def finalize(self) -> None:
-        """Free all memory after this rank's own work has finished. Idempotent."""
+        """Free all memory once this rank's kernels have finished. Idempotent."""
         try:
-            pending = self._a2a._release()
+            pending_error = self._a2a._release()
         finally:
             self._release()
-        if isinstance(pending, GroupError):  # triton_dist does not raise for invalid ids
-            raise pending
+        if isinstance(pending_error, GroupError):  # triton_dist does not raise for invalid ids
+            raise pending_error
 
-    def _dump(self, phase: str) -> None:
+    def _dump_phase(self, phase: str) -> None:
         if not self.enable_profiling:
             return
-        TRACES.mkdir(exist_ok=True)
-        self._a2a.dump_trace(TRACES / f"ll_{phase}_RANK_{self.rank}.json")
+        TRACE_DIR.mkdir(exist_ok=True)
+        self._a2a.dump_trace(TRACE_DIR / f"ll_{phase}_RANK_{self.rank}.json")
 
 
 explain_keywords(globals())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Buffer` of deep_ep: low latency on weft.LowLatencyAllToAll, normal mode on weft.AllToAll.
 
-docs/user/compat.md lists for each call what is the same, what is stricter and what is refused.
+docs/user/compat.md lists for each call what is the same, stricter or unsupported.
 """
 
 from __future__ import annotations

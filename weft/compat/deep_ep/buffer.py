@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Buffer` of deep_ep: checks of its calls, which the modes of the buffer then run."""
+"""`Buffer` of deep_ep: argument checks; `LowLatencyMode` and `NormalMode` run the calls."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from weft.arguments import check_bools, check_instance, check_int, check_seconds, raise_invalid
 from weft.compat import rank_layout
+from weft.compat.checks import check_allowed
 from weft.compat.deep_ep.arguments import (
     IDS,
-    Numbers,
+    TensorOrPair,
     check_argument,
     check_biases,
     check_handle,
@@ -24,10 +25,15 @@ from weft.compat.deep_ep.arguments import (
     check_weights,
 )
 from weft.compat.deep_ep.config import MAX_CHUNK, Config
-from weft.compat.deep_ep.events import EventOverlap, record_event, wait_for
-from weft.compat.deep_ep.low_latency import STATS, Hook, LowLatencyMode, Sizes, Ticket
+from weft.compat.deep_ep.events import EventOverlap, record_event, wait_for_event
+from weft.compat.deep_ep.low_latency import (
+    STATS_ARGUMENT,
+    Hook,
+    LowLatencyHandle,
+    LowLatencyMode,
+    Sizes,
+)
 from weft.compat.normal_mode import NormalHandle, NormalMode, Rows
-from weft.compat.refusals import require
 from weft.compat.row_exchange import MAX_ROW_RANKS, VECTOR_BYTES
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.fields import max_value
@@ -39,13 +45,15 @@ from weft.runtime.operator import run_all
 from weft.runtime.stream import is_capturing
 from weft.shape import MAX_RANKS, Shape
 
-HINTED_TOP_K = 16  # the size hint does not get top_k; models use fewer
-LOW_LATENCY = "low-latency calls need a Buffer with low_latency_mode=True"
-NODES = "weft serves the ranks of one host, which need no RDMA outside of low-latency mode"
-SHRINK = "masks belong to low-latency mode"
-NO_SHRINK = "reading masks needs enable_shrink=True"
-LOGFMT = "rows return as exact bfloat16"
-COSTS = "weft does not measure waits; weft.LowLatencyAllToAll(profile=True) records timelines"
+HINT_TOP_K = 16  # the size hint has no top_k argument; current models use fewer
+LOW_LATENCY_REASON = "low-latency calls need a Buffer with low_latency_mode=True"
+RDMA_REASON = "weft's ranks are on one host, which needs no RDMA outside of low-latency mode"
+SHRINK_REASON = "masks exist only in low-latency mode"
+NO_SHRINK_REASON = "reading masks needs enable_shrink=True"
+LOGFMT_REASON = "combine sends bfloat16 rows"
+COSTS_REASON = (
+    "weft does not measure waits; weft.LowLatencyAllToAll(profile=True) records timelines"
+)
 
 
 class Buffer:
@@ -55,9 +63,10 @@ class Buffer:
     together, so it may not be in a graph capture. The normal mode also reallocates, by powers of
     two, when a call has more tokens than before.
 
-    Low-latency mode keeps two results per combination. A handle may be combined several times or
-    never; its rows are valid until a later dispatch reuses their slot, the oldest first. Results of
-    the normal mode belong to the caller, and its handles are valid as long as the buffer.
+    Low-latency mode has memory for two results per combination. A handle may be combined several
+    times or never; its rows are valid until a later dispatch reuses their memory, the oldest first.
+    Results of the normal mode belong to the caller, and its handles are valid as long as the
+    buffer.
 
     Args:
         group: A torch process group of ranks on one host, or a weft.Group. The arguments
@@ -66,7 +75,7 @@ class Buffer:
             memory follows from the calls. Without low_latency_mode, num_rdma_bytes must be 0.
         low_latency_mode: Whether low-latency calls are allowed in addition to normal ones.
         enable_shrink: Allows `low_latency_query_mask_buffer` in low-latency mode. Masks change when
-            the group recovers from a death; later calls then serve the living ranks.
+            the group recovers from a death; later calls then use the living ranks.
         timeout: Seconds to wait for a peer.
         first_timeout: Seconds to wait for a peer in the first round.
 
@@ -75,7 +84,7 @@ class Buffer:
         RendezvousFailed: If the ranks do not meet.
     """
 
-    num_sms = 20  # changed by set_num_sms; kernels use the SMs that they need
+    num_sms = 20  # set by set_num_sms; kernels ignore it
 
     def __init__(
         self,
@@ -96,8 +105,8 @@ class Buffer:
     ) -> None:
         check_bools(low_latency_mode=low_latency_mode)
         if not low_latency_mode:
-            require("num_rdma_bytes", num_rdma_bytes, 0, NODES)
-            require("enable_shrink", enable_shrink, False, SHRINK)
+            check_allowed("num_rdma_bytes", num_rdma_bytes, 0, RDMA_REASON)
+            check_allowed("enable_shrink", enable_shrink, False, SHRINK_REASON)
         check_bools(enable_shrink=enable_shrink)
         limits: dict[str, Any] = {
             "timeout": check_seconds("timeout", timeout),
@@ -118,12 +127,12 @@ class Buffer:
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Return True: FP8 rows work on every device."""
+        """Return True: every device supports FP8 rows."""
         return True
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set `Buffer.num_sms`, an even number. Kernels still use the SMs that they need."""
+        """Set `Buffer.num_sms`, an even number. Kernels ignore it."""
         new_num_sms = check_int("new_num_sms", new_num_sms, 0, MAX_CHUNK)
         if new_num_sms % 2:
             raise_invalid("new_num_sms", new_num_sms, "even")
@@ -142,7 +151,7 @@ class Buffer:
             InvalidArgument: If the ranks are CPU ranks.
         """
         if self._group.device.type != "cuda":
-            raise InvalidArgument("get_comm_stream() of CPU ranks: they have no streams")
+            raise InvalidArgument("get_comm_stream() needs GPU ranks: CPU ranks have no streams")
         return torch.cuda.current_stream(self._group.device)
 
     @staticmethod
@@ -168,15 +177,15 @@ class Buffer:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Return bytes of shared memory for top_k up to 16; results need the same amount again."""
-        experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
-        most = num_max_dispatch_tokens_per_rank
+        """Return the bytes of symmetric memory for top_k up to 16; results need as many again."""
+        num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
+        max_tokens = num_max_dispatch_tokens_per_rank
         return LowLatencyAllToAll.memory_bytes(
             ranks=check_int("num_ranks", num_ranks, 1, MAX_RANKS),
-            max_tokens=check_int("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS),
+            max_tokens=check_int("num_max_dispatch_tokens_per_rank", max_tokens, 1, MAX_TOKENS),
             hidden=hidden,
-            top_k=min(HINTED_TOP_K, experts),
-            num_experts=experts,
+            top_k=min(HINT_TOP_K, num_experts),
+            num_experts=num_experts,
             scale="fp32_col",
         ).shared
 
@@ -194,7 +203,7 @@ class Buffer:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[Numbers, torch.Tensor, Ticket, EventOverlap, Hook | None]:
+    ) -> tuple[TensorOrPair, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
         """Send bfloat16 `[tokens, hidden]` to the experts in int64 `[tokens, top_k]` (-1: none).
 
         FP8 rows have `scale = amax * fl(1 / 448)` with amax at least 1e-4, and
@@ -203,49 +212,51 @@ class Buffer:
         NaN is all NaN.
 
         Returns:
-            `(numbers, counts, handle, event, hook)`.
+            `(recv_x, counts, handle, event, hook)`.
                 numbers: `[local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden]`
                     float8_e4m3fn and the column-major scales of 128 columns each, float32 or, with
                     use_ue8m0, int32 of four UE8M0 bytes; bfloat16 alone without use_fp8.
                 counts: int32 `[local_experts]`, also added to cumulative_local_expert_recv_stats.
-                With return_recv_hook, results are filled by hook().
+                With return_recv_hook, hook() writes the results.
 
         Raises:
             InvalidArgument: If an argument is invalid.
-            OutOfOrder: If an earlier dispatch waits for its hook.
+            OutOfOrder: If the hook of an earlier dispatch has not been called.
             GroupError: If the group is broken.
         """
-        require("low_latency_mode", self.low_latency_mode, True, LOW_LATENCY)
-        require("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, COSTS)
+        check_allowed("low_latency_mode", self.low_latency_mode, True, LOW_LATENCY_REASON)
+        check_allowed(
+            "dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, COSTS_REASON
+        )
         check_bools(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
         check_bools(async_finish=async_finish, return_recv_hook=return_recv_hook)
         self._check_open()
-        # The sizes of a new exchange come from these tensors.
+        # Checked here, because a new exchange gets its sizes from these tensors.
         device = self._group.device
         check_argument("x", x, (None, None), torch.bfloat16, device=device)
         check_argument("topk_idx", topk_idx, (None, None), *IDS, device=device)
-        most = num_max_dispatch_tokens_per_rank
-        most = check_int("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS)
+        max_tokens = num_max_dispatch_tokens_per_rank
+        max_tokens = check_int("num_max_dispatch_tokens_per_rank", max_tokens, 1, MAX_TOKENS)
         num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise InvalidArgument(
                 f"use_ue8m0 with use_fp8={use_fp8}, round_scale={round_scale}; a UE8M0 scale is a "
-                "power of two of FP8 numbers: pass use_fp8=True, round_scale=True"
+                "power of two of FP8 rows: pass use_fp8=True, round_scale=True"
             )
         stats = cumulative_local_expert_recv_stats
         if stats is not None:
-            check_argument(STATS, stats, (None,), *IDS, device=device)
+            check_argument(STATS_ARGUMENT, stats, (None,), *IDS, device=device)
         scale = ("ue8m0" if round_scale else "fp32_col") if use_fp8 else None
-        sizes = Sizes(most, int(x.shape[-1]), int(topk_idx.shape[-1]), num_experts, scale)
-        numbers, counts, ticket, hook = self._low_latency.dispatch(
+        sizes = Sizes(max_tokens, int(x.shape[-1]), int(topk_idx.shape[-1]), num_experts, scale)
+        recv_x, counts, handle, hook = self._low_latency.dispatch(
             x,
             topk_idx,
             sizes,
             stats,
-            widen_scales=scale == "ue8m0" and not use_ue8m0,
+            return_fp32_scales=scale == "ue8m0" and not use_ue8m0,
             return_hook=return_recv_hook,
         )
-        return numbers, counts, ticket, self._event(async_finish), hook
+        return recv_x, counts, handle, self._record_event(async_finish), hook
 
     @disable_tracing
     def low_latency_combine(
@@ -253,7 +264,7 @@ class Buffer:
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        handle: Ticket,
+        handle: LowLatencyHandle,
         use_logfmt: bool = False,
         zero_copy: bool = False,
         async_finish: bool = False,
@@ -265,7 +276,7 @@ class Buffer:
 
         Args:
             x: bfloat16 `[local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden]`. Any
-                tensor is read in place.
+                tensor is read in place, without a copy.
             topk_idx: As in the dispatch.
             topk_weights: float32 `[tokens, top_k]`. The token's owner applies them in top-k order.
             handle: The dispatch's handle.
@@ -276,12 +287,14 @@ class Buffer:
 
         Raises:
             InvalidArgument: If an argument is invalid.
-            OutOfOrder: If a later dispatch reused the slot, or zero_copy is set before the combine
-                buffer was requested.
+            OutOfOrder: If a later dispatch reused the memory, or zero_copy is set before the
+                combine buffer was requested.
             GroupError: If the group is broken.
         """
-        require("use_logfmt", use_logfmt, False, LOGFMT)
-        require("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, COSTS)
+        check_allowed("use_logfmt", use_logfmt, False, LOGFMT_REASON)
+        check_allowed(
+            "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, COSTS_REASON
+        )
         check_bools(
             async_finish=async_finish, return_recv_hook=return_recv_hook, zero_copy=zero_copy
         )
@@ -295,26 +308,26 @@ class Buffer:
             zero_copy=zero_copy,
             return_hook=return_recv_hook,
         )
-        return result, self._event(async_finish), hook
+        return result, self._record_event(async_finish), hook
 
     @disable_tracing
-    def get_next_low_latency_combine_buffer(self, handle: Ticket) -> torch.Tensor:
-        """Return a buffer `[local_experts, num_ranks * max tokens, hidden]`, bfloat16, for experts.
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """Return a bfloat16 buffer for combine, `[local_experts, num_ranks * max_tokens, hidden]`.
 
-        Combine reads any tensor in place, so using it saves no copy. It is allocated at the first
-        call for each slot.
+        low_latency_combine reads any tensor in place, so this buffer saves no copy. It is allocated
+        by the first call for each of the two results.
 
         Raises:
             InvalidArgument: If an argument is invalid.
-            OutOfOrder: If a later dispatch reused the handle's slot, or the buffer is destroyed.
+            OutOfOrder: If a later dispatch reused the handle's memory, or the buffer is destroyed.
         """
         self._check_open()
-        return self._low_latency.combine_buffer(handle)
+        return self._low_latency.get_combine_buffer(handle)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Do nothing: an inbox is blank again after it has been read."""
+        """Do nothing: kernels clear an inbox after reading it."""
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write int32 `[num_ranks]`: 1 for a dead rank, 0 for a living one.
@@ -322,31 +335,31 @@ class Buffer:
         Raises:
             InvalidArgument: If an argument is invalid or enable_shrink is off.
         """
-        require("enable_shrink", self.enable_shrink, True, NO_SHRINK)
+        check_allowed("enable_shrink", self.enable_shrink, True, NO_SHRINK_REASON)
         ranks, device = (self.group_size,), self._group.device
         check_argument("mask_status", mask_status, ranks, torch.int32, device=device)
         mask_status.copy_(torch.tensor(self._dead_mask(), dtype=torch.int32))
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Check that a rank is masked or not masked. Nothing is changed.
+        """Raise unless a rank is masked or not, as `mask` says. No mask is changed.
 
-        A recovery of the group masks a rank on all ranks once its process has ended.
+        `Group.recover` masks a rank on all ranks once its process has ended.
 
         Raises:
             InvalidArgument: If `mask` differs from the rank's state, or enable_shrink is off.
         """
-        require("enable_shrink", self.enable_shrink, True, NO_SHRINK)
+        check_allowed("enable_shrink", self.enable_shrink, True, NO_SHRINK_REASON)
         rank = check_int("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         check_bools(mask=mask)
         if bool(self._dead_mask()[rank]) != mask:
-            state = "lives" if mask else "is gone"
+            state = "is alive" if mask else "is dead"
             raise InvalidArgument(
-                f"mask is {mask} for rank {rank}, which {state}: a recovery of the group masks a "
-                "rank once its process has ended, until a new process takes its number"
+                f"mask is {mask} for rank {rank}, which {state}: Group.recover masks a rank "
+                "once its process has ended, until a new process joins with its number"
             )
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Check that no rank is masked; see `low_latency_update_mask_buffer`."""
+        """Raise if a rank is masked; see `low_latency_update_mask_buffer`."""
         for rank in range(self.group_size):
             self.low_latency_update_mask_buffer(rank, False)
 
@@ -385,16 +398,16 @@ class Buffer:
         if num_experts % self.group_size:
             raise_invalid("num_experts", num_experts, f"a multiple of the {self.group_size} ranks")
         check_ids(topk_idx, None, self._group.device)
-        wait_for(previous_event)
-        per_rank, per_expert, in_rank = rank_layout.dispatch_layout(
+        wait_for_event(previous_event)
+        per_rank, per_expert, in_rank = rank_layout.compute_layout(
             topk_idx, num_experts, self.group_size
         )
-        return per_rank, None, per_expert, in_rank, self._event(async_finish)
+        return per_rank, None, per_expert, in_rank, self._record_event(async_finish)
 
     @disable_tracing
     def dispatch(
         self,
-        x: Numbers,
+        x: TensorOrPair,
         handle: NormalHandle | None = None,
         num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None,
@@ -409,7 +422,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[
-        Numbers,
+        TensorOrPair,
         torch.Tensor | None,
         torch.Tensor | None,
         list[int] | None,
@@ -422,7 +435,7 @@ class Buffer:
             x: bfloat16 `[tokens, hidden]`, or float8_e4m3fn with its scales, float32 or int32
                 `[tokens, *]` of any strides.
             handle: Handle of an earlier dispatch, to reuse its routing without waiting for counts.
-                The arguments up to num_worst_tokens are then omitted, and their results are None.
+                Omit the arguments up to num_worst_tokens; their results are then None.
             num_tokens_per_rank: As returned by `get_dispatch_layout`.
             num_tokens_per_rdma_rank: Ignored.
             is_token_in_rank: As returned by `get_dispatch_layout`.
@@ -431,8 +444,8 @@ class Buffer:
             topk_weights: float32 `[tokens, top_k]`.
             expert_alignment: Expert counts are rounded up to a multiple of it.
             num_worst_tokens: Number of result rows: equal on all ranks, at least the number of
-                ranks times the most tokens of any rank. The host then does not wait, so the call
-                may be captured.
+                ranks times the largest token count of any rank. The host then does not wait, so the
+                call may be captured.
             config: Ignored.
             previous_event: Event that the current stream waits for.
             async_finish: Return an event.
@@ -456,39 +469,39 @@ class Buffer:
         """
         self._check_call(async_finish, allocate_on_comm_stream, config)
         alignment = check_int("expert_alignment", expert_alignment, 1, MAX_CHUNK)
-        most_rows = self.group_size * max_value(Shape, "tokens")
-        worst = check_int("num_worst_tokens", num_worst_tokens, 0, most_rows)
+        row_limit = self.group_size * max_value(Shape, "tokens")
+        num_worst_tokens = check_int("num_worst_tokens", num_worst_tokens, 0, row_limit)
         device = self._group.device
         x, scales = check_rows(x, device)
         tokens = len(x)
         if handle is not None:
             check_handle(handle, NormalHandle, "dispatch")
-            num_tokens = len(self._normal.packing_of(handle).in_rank)
+            num_tokens = len(self._normal.get_packing(handle).in_rank)
             for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-                require(name, tensor, None, "a dispatch with a handle sends rows only")
+                check_allowed(name, tensor, None, "a dispatch with a handle sends rows only")
             if tokens != num_tokens:
                 raise InvalidArgument(
-                    f"x has {tokens} tokens, but the handle's dispatch had {num_tokens}: pass as "
-                    "many"
+                    f"x has {tokens} tokens, but the handle's dispatch had {num_tokens}: pass the "
+                    "same number"
                 )
-            self._begin(previous_event)
-            received = self._normal.dispatch_again(Rows(x, scales), handle)
-            return _rows_and_scales(received), None, None, None, None, self._event(async_finish)
+            self._wait_for_inputs(previous_event)
+            received = self._normal.redispatch(Rows(x, scales), handle)
+            return _join_scales(received), None, None, None, None, self._record_event(async_finish)
         counts_and_ranks = (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
         layout = check_layout(tokens, self.group_size, device, *counts_and_ranks)
         topk = check_topk(tokens, topk_idx, topk_weights, device)
-        if worst and topk is None:
+        if num_worst_tokens and topk is None:
             raise InvalidArgument(
-                f"num_worst_tokens is {worst} without topk_idx, which tells received rows from "
-                "padding"
+                f"num_worst_tokens is {num_worst_tokens} without topk_idx, which distinguishes "
+                "received rows from padding"
             )
-        self._begin(previous_event)
+        self._wait_for_inputs(previous_event)
         received, counts, handle = self._normal.dispatch(
-            Rows(x, scales, topk), layout, alignment, worst
+            Rows(x, scales, topk), layout, alignment, num_worst_tokens
         )
         ids, weights = received.topk or (None, None)
-        event = self._event(async_finish)
-        return _rows_and_scales(received), ids, weights, counts, handle, event
+        event = self._record_event(async_finish)
+        return _join_scales(received), ids, weights, counts, handle, event
 
     @disable_tracing
     def combine(
@@ -496,13 +509,13 @@ class Buffer:
         x: torch.Tensor,
         handle: NormalHandle,
         topk_weights: torch.Tensor | None = None,
-        bias: Numbers | None = None,
+        bias: TensorOrPair | None = None,
         config: Config | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Add the rows of each token at its owner: `out[t] = sum over ranks + bias[t]`.
+        """Sum each token's rows over the ranks: `out[t] = sum over ranks + bias[t]`.
 
         The sum is unweighted, in fp32 and rank order, and rounded once. A second bias is added to
         the rounded sum.
@@ -528,16 +541,16 @@ class Buffer:
         """
         self._check_call(async_finish, allocate_on_comm_stream, config)
         check_handle(handle, NormalHandle, "dispatch")
-        packing = self._normal.packing_of(handle)
+        packing = self._normal.get_packing(handle)
         rows, tokens = len(packing.tokens), len(packing.in_rank)
         device = self._group.device
-        check_argument("x", x, (rows, None), torch.bfloat16, device=device, unit=VECTOR_BYTES)
+        check_argument("x", x, (rows, None), torch.bfloat16, device=device, alignment=VECTOR_BYTES)
         biases = check_biases(bias, tokens, x.shape[1], device)
         if topk_weights is not None:
             check_weights(topk_weights, rows, device)
-        self._begin(previous_event)
+        self._wait_for_inputs(previous_event)
         sums, weights = self._normal.combine(x, topk_weights, handle, biases)
-        return sums, weights, self._event(async_finish)
+        return sums, weights, self._record_event(async_finish)
 
     def check(self) -> None:
         """Raise errors recorded by the device; call it after a synchronization. Not in deep_ep."""
@@ -545,7 +558,7 @@ class Buffer:
         run_all(self._low_latency.check, self._normal.check)
 
     def destroy(self) -> None:
-        """Free all memory after this rank's own work has finished. Idempotent."""
+        """Free all memory once this rank's kernels have finished. Idempotent."""
         if self._destroyed:
             return
         self._destroyed = True
@@ -555,18 +568,18 @@ class Buffer:
     def _check_call(
         self, async_finish: bool, allocate_on_comm_stream: bool, config: Config | None = None
     ) -> None:
-        """Raise for a destroyed buffer and for invalid arguments common to normal-mode calls."""
+        """Raise for a destroyed buffer and for invalid arguments shared by normal-mode calls."""
         self._check_open()
         check_bools(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
         if config is not None:
             check_instance("config", config, Config)
 
-    def _begin(self, event: EventOverlap | None) -> None:
-        """Let the current stream wait for an event and for the previous call's stream.
+    def _wait_for_inputs(self, event: EventOverlap | None) -> None:
+        """Make the current stream wait for an event and for the previous call's stream.
 
         Calls of one buffer must not overlap. A captured call waits only inside its graph.
         """
-        wait_for(event)
+        wait_for_event(event)
         device = self._group.device
         if device.type != "cuda" or is_capturing(device):
             return
@@ -577,11 +590,11 @@ class Buffer:
 
     def _check_open(self) -> None:
         if self._destroyed:
-            raise OutOfOrder("this buffer was destroyed; make a new one")
+            raise OutOfOrder("this buffer was destroyed; create a new one")
 
-    def _event(self, enabled: bool) -> EventOverlap:
+    def _record_event(self, enabled: bool) -> EventOverlap:
         return record_event(enabled=enabled and self._group.device.type == "cuda")
 
 
-def _rows_and_scales(rows: Rows) -> Numbers:
+def _join_scales(rows: Rows) -> TensorOrPair:
     return rows.x if rows.scales is None else (rows.x, rows.scales)

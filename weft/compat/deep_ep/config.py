@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Config` of deep_ep's normal mode, and the sizes that it hints at."""
+"""`Config` of deep_ep's normal mode, and its hints of buffer sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 from weft.arguments import check_int, raise_invalid
-from weft.compat.row_exchange import MAX_ROW_RANKS, exchange_bytes
+from weft.compat.row_exchange import MAX_ROW_RANKS, compute_exchange_bytes
 from weft.fields import max_value
 from weft.shape import MAX_ROW_BYTES, Shape
 
@@ -15,7 +15,7 @@ MAX_CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Chunk sizes of deep_ep's normal mode. They are stored only; weft's kernels have no chunks.
+    """Chunk sizes of deep_ep's normal mode. weft's kernels have no chunks and ignore them.
 
     Raises:
         InvalidArgument: If num_sms is below 0 or a number of tokens below 1.
@@ -28,11 +28,11 @@ class Config:
     num_max_rdma_chunked_recv_tokens: int = 256
 
     def __post_init__(self) -> None:
-        for place, each in enumerate(fields(self)):
-            check_int(each.name, getattr(self, each.name), min(place, 1), MAX_CHUNK)
+        for index, field_ in enumerate(fields(self)):
+            check_int(field_.name, getattr(self, field_.name), min(index, 1), MAX_CHUNK)
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Return the bytes of shared memory for bfloat16 dispatches and combines.
+        """Return the bytes of symmetric memory for bfloat16 dispatches and combines.
 
         The estimate is for `num_sms / 2 * num_max_nvl_chunked_recv_tokens` tokens per rank. More
         tokens need more memory.
@@ -47,10 +47,10 @@ class Config:
         ranks = check_int("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
         tokens = max(1, self.num_sms // 2) * self.num_max_nvl_chunked_recv_tokens
         tokens = min(tokens, max_value(Shape, "tokens"))
-        return exchange_bytes(ranks, tokens, hidden_bytes)
+        return compute_exchange_bytes(ranks, tokens, hidden_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Return 0: weft serves one NVLink domain, here of up to 32 ranks.
+        """Return 0: weft needs no RDMA buffer within an NVLink domain.
 
         Raises:
             InvalidArgument: If an argument is invalid.

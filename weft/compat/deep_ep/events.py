@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events that calls return and wait for."""
+"""CUDA events that calls of `Buffer` return and wait for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from weft.arguments import check_instance
 
 
 class EventOverlap:
-    """The end of a call. Calls run in the caller's stream, so waiting for it costs nothing.
+    """Event at the end of a call. Calls run in the caller's stream, so waiting costs nothing.
 
-    `extra_tensors` are kept alive as long as this object.
+    This object holds a reference to `extra_tensors`.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class EventOverlap:
         self.event, self.extra_tensors = event, extra_tensors
 
     def current_stream_wait(self) -> None:
-        """Let the current stream wait for the call."""
+        """Make the current stream wait for the event."""
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
 
@@ -36,16 +36,16 @@ class EventOverlap:
 
 
 def record_event(*, enabled: bool) -> EventOverlap:
-    """Return an event of the current CUDA stream, or a completed one if not enabled."""
+    """Record an event in the current CUDA stream; without `enabled`, return a completed one."""
     if not enabled:
         return EventOverlap()
-    make: Callable[[], torch.cuda.Event] = torch.cuda.Event
-    event = make()
+    create_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
+    event = create_event()
     event.record()
     return EventOverlap(event)
 
 
-def wait_for(event: EventOverlap | None) -> None:
-    """Let the current stream wait for `previous_event`."""
+def wait_for_event(event: EventOverlap | None) -> None:
+    """Make the current stream wait for `previous_event`, unless it is None."""
     if event is not None:
         check_instance("previous_event", event, EventOverlap).current_stream_wait()

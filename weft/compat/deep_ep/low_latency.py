@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from weft.compat.deep_ep.arguments import IDS, Numbers, check_argument, check_handle
-from weft.compat.ranges import packed_ranges, token_indices
-from weft.compat.refusals import rename_argument
+from weft.compat.checks import rename_argument
+from weft.compat.deep_ep.arguments import IDS, TensorOrPair, check_argument, check_handle
+from weft.compat.ranges import compute_token_indices, pack_ranges
 from weft.errors import OutOfOrder, UsageError
 from weft.group import Group
 from weft.lowlatency.operator import LowLatencyAllToAll
@@ -20,10 +20,10 @@ from weft.runtime.ambient import disable_inference_mode
 from weft.runtime.check import check_tensor
 from weft.runtime.operator import run_all
 
-# Names of weft's arguments in deep_ep's calls.
-DISPATCHED = {"topk_ids": "topk_idx"}
-COMBINED = {"y": "x", "topk_ids": "topk_idx"}
-STATS = "cumulative_local_expert_recv_stats"
+# deep_ep's names of weft's arguments.
+DISPATCH_NAMES = {"topk_ids": "topk_idx"}
+COMBINE_NAMES = {"y": "x", "topk_ids": "topk_idx"}
+STATS_ARGUMENT = "cumulative_local_expert_recv_stats"
 Hook: TypeAlias = Callable[[], object]
 
 
@@ -37,14 +37,14 @@ class Sizes(NamedTuple):
     scale: str | None
 
 
-class Ticket(tuple[torch.Tensor, torch.Tensor, int, int, int]):
-    """The handle of a low-latency dispatch, which callers unpack like deep_ep's.
+class LowLatencyHandle(tuple[torch.Tensor, torch.Tensor, int, int, int]):
+    """Handle of a low-latency dispatch, a tuple with the items of deep_ep's handle.
 
-    Its items are source tokens, ranges, maximum tokens per rank, hidden size and number of experts.
+    Items: source tokens, ranges, maximum tokens per rank, hidden size and number of experts.
     """
 
-    sizes: Sizes  # identifies the exchange
-    handle: Handle  # the exchange's own handle
+    sizes: Sizes  # key of the exchange
+    operator_handle: Handle  # of the exchange's dispatch
 
 
 class LowLatencyMode:
@@ -62,14 +62,14 @@ class LowLatencyMode:
         sizes: Sizes,
         stats: torch.Tensor | None,
         *,
-        widen_scales: bool,
+        return_fp32_scales: bool,
         return_hook: bool,
-    ) -> tuple[Numbers, torch.Tensor, Ticket, Hook | None]:
-        """Dispatch checked tensors; `widen_scales` returns UE8M0 scales as float32."""
-        a2a = self._exchange(sizes)
+    ) -> tuple[TensorOrPair, torch.Tensor, LowLatencyHandle, Hook | None]:
+        """Dispatch tensors that have been checked; `return_fp32_scales` converts UE8M0 scales."""
+        a2a = self._get_exchange(sizes)
         if stats is not None:
-            experts = (a2a.num_local_experts,)
-            check_argument(STATS, stats, experts, *IDS, device=self._group.device)
+            shape = (a2a.num_local_experts,)
+            check_argument(STATS_ARGUMENT, stats, shape, *IDS, device=self._group.device)
         receive: Hook | None = None
         try:
             if return_hook:
@@ -77,59 +77,61 @@ class LowLatencyMode:
             else:
                 rows = a2a.dispatch(x, topk_idx)
         except UsageError as error:
-            raise rename_argument(error, DISPATCHED) from error
-        wide = _wide_scales(a2a, x.device) if widen_scales else None
-        scales = rows.scales if wide is None else wide
-        numbers = rows.x if scales is None else (rows.x, scales)
+            raise rename_argument(error, DISPATCH_NAMES) from error
+        fp32_scales = _allocate_fp32_scales(a2a, x.device) if return_fp32_scales else None
+        scales = rows.scales if fp32_scales is None else fp32_scales
+        recv_x = rows.x if scales is None else (rows.x, scales)
         ranges = torch.zeros_like(rows.ranges[..., 0], dtype=torch.int64)
         tokens = torch.zeros_like(rows.source)
 
         def finish() -> None:
             if receive is not None:
                 receive()
-            tokens.copy_(token_indices(rows, sizes.max_tokens))
-            ranges.copy_(packed_ranges(rows))
+            tokens.copy_(compute_token_indices(rows, sizes.max_tokens))
+            ranges.copy_(pack_ranges(rows))
             if stats is not None:
                 stats.add_(rows.counts)
-            if wide is not None and rows.scales is not None:
-                wide.copy_(unpack_scales(rows.scales, a2a.config.shape.blocks))
+            if fp32_scales is not None and rows.scales is not None:
+                fp32_scales.copy_(unpack_scales(rows.scales, a2a.config.shape.blocks))
 
         if not return_hook:
             finish()
-        ticket = Ticket((tokens, ranges, sizes.max_tokens, sizes.hidden, sizes.num_experts))
-        ticket.sizes, ticket.handle = sizes, rows.handle
-        return numbers, rows.counts, ticket, finish if return_hook else None
+        handle = LowLatencyHandle(
+            (tokens, ranges, sizes.max_tokens, sizes.hidden, sizes.num_experts)
+        )
+        handle.sizes, handle.operator_handle = sizes, rows.handle
+        return recv_x, rows.counts, handle, finish if return_hook else None
 
     def combine(
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        ticket: Ticket,
+        handle: LowLatencyHandle,
         out: torch.Tensor | None,
         *,
         zero_copy: bool,
         return_hook: bool,
     ) -> tuple[torch.Tensor, Hook | None]:
-        """Return the weighted sums, and the hook that receives them."""
-        a2a = self._existing_exchange(ticket)
-        y = self._input(ticket, x) if zero_copy else x
+        """Return the weighted sums, and the hook that receives them, or None."""
+        a2a = self._find_exchange(handle)
+        y = self._get_combine_input(handle, x) if zero_copy else x
         try:
             if return_hook:
-                return a2a.combine_send(y, topk_idx, topk_weights, ticket.handle, out)
-            return a2a.combine(y, topk_idx, topk_weights, ticket.handle, out), None
+                return a2a.combine_send(y, topk_idx, topk_weights, handle.operator_handle, out)
+            return a2a.combine(y, topk_idx, topk_weights, handle.operator_handle, out), None
         except UsageError as error:
-            raise rename_argument(error, COMBINED) from error
+            raise rename_argument(error, COMBINE_NAMES) from error
 
-    def combine_buffer(self, ticket: Ticket) -> torch.Tensor:
-        """Return the buffer for the experts' results of a dispatch, one for each slot."""
-        slot = self._existing_exchange(ticket).slots[ticket.handle.slot]
-        if slot.latest is not ticket.handle:
+    def get_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """Return the buffer for the experts' results of a dispatch."""
+        slot = self._find_exchange(handle).slots[handle.operator_handle.slot]
+        if slot.latest is not handle.operator_handle:
             raise OutOfOrder(
-                "get_next_low_latency_combine_buffer of a handle whose slot a later dispatch has "
-                "taken: ask before that dispatch"
+                "a later dispatch has reused the memory of this handle: call "
+                "get_next_low_latency_combine_buffer before that dispatch"
             )
-        key = (ticket.sizes, ticket.handle.slot)
+        key = (handle.sizes, handle.operator_handle.slot)
         if key not in self._inputs:
             size, device = slot.x.shape, slot.x.device
             with disable_inference_mode():
@@ -142,12 +144,12 @@ class LowLatencyMode:
 
     def close(self) -> None:
         """Free all memory. Local."""
-        closes = [exchange.close for exchange in self._exchanges.values()]
+        close_functions = [exchange.close for exchange in self._exchanges.values()]
         self._exchanges.clear()
         self._inputs.clear()
-        run_all(*closes)
+        run_all(*close_functions)
 
-    def _exchange(self, sizes: Sizes) -> LowLatencyAllToAll:
+    def _get_exchange(self, sizes: Sizes) -> LowLatencyAllToAll:
         if sizes not in self._exchanges:
             self._exchanges[sizes] = LowLatencyAllToAll(
                 self._group,
@@ -164,19 +166,19 @@ class LowLatencyMode:
             )
         return self._exchanges[sizes]
 
-    def _existing_exchange(self, ticket: Ticket) -> LowLatencyAllToAll:
-        """Return a handle's exchange. It never makes one, because that is collective."""
-        check_handle(ticket, Ticket, "low_latency_dispatch")
-        if ticket.sizes not in self._exchanges:
+    def _find_exchange(self, handle: LowLatencyHandle) -> LowLatencyAllToAll:
+        """Return a handle's exchange, which its dispatch created."""
+        check_handle(handle, LowLatencyHandle, "low_latency_dispatch")
+        if handle.sizes not in self._exchanges:
             raise OutOfOrder(
-                "the handle is not of a dispatch of this buffer: pass what its "
-                "low_latency_dispatch returned"
+                "the handle belongs to another buffer: pass a handle from this buffer's "
+                "low_latency_dispatch"
             )
-        return self._exchanges[ticket.sizes]
+        return self._exchanges[handle.sizes]
 
-    def _input(self, ticket: Ticket, x: torch.Tensor) -> torch.Tensor:
+    def _get_combine_input(self, handle: LowLatencyHandle, x: torch.Tensor) -> torch.Tensor:
         """Return the handle's combine buffer, which zero_copy reads instead of `x`."""
-        y = self._inputs.get((ticket.sizes, ticket.handle.slot))
+        y = self._inputs.get((handle.sizes, handle.operator_handle.slot))
         if y is None:
             raise OutOfOrder(
                 "zero_copy=True before get_next_low_latency_combine_buffer(handle): write the rows "
@@ -186,8 +188,8 @@ class LowLatencyMode:
         return y
 
 
-def _wide_scales(a2a: LowLatencyAllToAll, device: torch.device) -> torch.Tensor:
-    """Return float32 zeros in the layout of the exchange's column-major scales."""
+def _allocate_fp32_scales(a2a: LowLatencyAllToAll, device: torch.device) -> torch.Tensor:
+    """Allocate float32 zeros in the layout of the exchange's column-major scales."""
     shape = a2a.config.shape
     size = (a2a.num_local_experts, shape.blocks, -(-shape.rows // 4) * 4)
     return torch.zeros(size, dtype=torch.float32, device=device).mT[:, : shape.rows]
