@@ -33,6 +33,12 @@ settings.register_profile("weft", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("weft")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests that are not of GPUs: what chooses a device by itself takes the CPU."""
+    if "not gpu" in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest

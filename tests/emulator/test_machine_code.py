@@ -269,7 +269,7 @@ KERNELS = {
 ON_BOTH = (
     *(name for name in KERNELS if name.startswith(("all-reduce", "groups", "sends"))),
     *("deepseek-v3", "pushed", "fp8 dispatch and combine", "gemm_push", "low latency"),
-    *("low latency, reduced, fp8 combine", "low latency, fp8 back", "low latency, gemm_push"),
+    *("low latency, reduced, fp8 combine", "low latency, fp8 combine", "low latency, gemm_push"),
 )
 
 

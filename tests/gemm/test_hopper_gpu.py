@@ -146,5 +146,5 @@ def test_a_capture_does_not_load():
     made = Case(counts=(3,), n=768, k=384).make("cuda")
     graph = torch.cuda.CUDAGraph()
     out = torch.empty(made.case.rows, 768, dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(OutOfOrder, match="before capturing"), torch.cuda.graph(graph):
+    with pytest.raises(OutOfOrder, match="before the capture"), torch.cuda.graph(graph):
         grouped_gemm(made.a, made.b, out=out, plan=WgmmaPlan(32), **made.given)

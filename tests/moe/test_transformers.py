@@ -12,7 +12,7 @@ import torch
 import weft
 from weft.moe import Expert, ExpertWeights, GatedExpert, MoEConfig, route, router_logits, weigh
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("safetensors.torch")
 EXPERTS, LAYER, TOKENS = 8, 1, 40
 SIZES: dict[str, Any] = {
