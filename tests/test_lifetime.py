@@ -106,6 +106,7 @@ def test_a_failed_constructor_keeps_nothing(group: weft.Group, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["pull", "receiver", "oneshot"])
 def test_ranks_that_loaded_kernels_unload_them_where_another_rank_fails(name, ranks, monkeypatch):
+    gc.collect()  # closes what earlier tests dropped
     closed: list[CpuKernels] = []
     monkeypatch.setattr(CpuKernels, "close", lambda entries: closed.append(entries))
 
