@@ -93,7 +93,7 @@ def test_no_text_of_the_code_installs_the_foreign_package() -> None:
 def test_an_old_torch_is_refused_with_both_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = "weft needs torch 2.8 or newer, this is 2.7.1+cu128: pip install 'torch>=2.8'"
+    words = "weft needs torch 2.8 or newer, but 2.7.1+cu128 is installed: pip install 'torch>=2.8'"
     for version in ("2.8.0", "2.11.0.dev20260201+cu130", "3.0.0", None, "2.7.1+cu128"):
         monkeypatch.setattr(distribution, "torch_version", lambda version=version: version)
         if version != "2.7.1+cu128":

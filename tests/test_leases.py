@@ -156,7 +156,7 @@ def test_global_ids(group: weft.Group) -> None:
             for wrong in (-2, len(a2a.local_experts), 2**31 - 1):
                 local = torch.tensor([[0, -1], [-1, wrong]], device=group.device)
                 if group.device.type == "cpu":
-                    with pytest.raises(InvalidArgument, match=f"local_ids holds {wrong}, but"):
+                    with pytest.raises(InvalidArgument, match=f"local_ids contains {wrong}, but"):
                         a2a.global_ids(local)
                 else:
                     expected = [[a2a.local_experts[0], -1], [-1, 2**31 - 1]]

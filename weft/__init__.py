@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""weft carries tokens across GPUs: one-sided NVLink communication for MoE inference.
+"""One-sided NVLink communication for MoE inference.
 
 The same protocol runs on CPU ranks over shared memory.
 
-Every error is in `weft.errors`. `weft.reference` has what each operation means, in plain torch.
-The parts of a layer are in `weft.moe`, the experts' products in `weft.gemm`. Other projects' calls
-are in `weft.compat.flashinfer`, `weft.compat.deep_ep` and `weft.compat.triton_dist`;
-`weft.plugins.transformers` carries the experts of transformers' models.
+`weft.errors` has all errors, and `weft.reference` specifies each operation in plain torch. MoE
+layers are in `weft.moe`, grouped GEMMs in `weft.gemm`. `weft.compat.flashinfer`,
+`weft.compat.deep_ep` and `weft.compat.triton_dist` implement the APIs of other projects, and
+`weft.plugins.transformers` runs the experts of transformers models.
 
-The public names are those of `weft.public`. They are imported when one is first asked for, so that
-`weft --version` and shell completion need no torch.
+The public names are those of `weft.public`. They are imported at their first use, so that
+`weft --version` and shell completion do not import torch.
 """
 
 import importlib
@@ -23,14 +23,14 @@ from weft.errors import WeftError
 
 __version__ = "0.1.0"
 
-# Why weft cannot be used in this process, where it is the command, which says so in a line.
+# Error that makes weft unusable in this process. Only set in the command, which reports it.
 startup_error: WeftError | None = None
 
 
 def _is_command() -> bool:
     """Whether this process is `weft` or `python -m weft`."""
-    words = sys.orig_argv
-    by_module = "-mweft" in words or ("-m", "weft") in zip(words, words[1:], strict=False)
+    args = sys.orig_argv
+    by_module = "-mweft" in args or ("-m", "weft") in zip(args, args[1:], strict=False)
     return by_module or os.path.basename(sys.argv[0] if sys.argv else "") == "weft"
 
 
@@ -54,9 +54,9 @@ else:
             raise startup_error
         public = importlib.import_module("weft.public")
         names = globals()
-        names.update({each: getattr(public, each) for each in public.__all__})
+        names.update({public_name: getattr(public, public_name) for public_name in public.__all__})
         names["__all__"] = public.__all__
-        if name in names:  # also the packages that came with them, such as weft.moe
+        if name in names:  # includes subpackages that were imported, such as weft.moe
             return names[name]
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `weft`, also `python -m weft`. `--version` imports none of the other commands."""
+"""Entry point of the command `weft`, also `python -m weft`."""
 
 import sys
 
 
 def main() -> None:
-    """Print the version for `weft --version`; otherwise run the command line."""
+    """Run the command line; `weft --version` imports no other command."""
     if sys.argv[1:] == ["--version"]:
         from weft.cli.version import version_text
 

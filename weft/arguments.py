@@ -104,15 +104,15 @@ def check_bools(**values: object) -> None:
 
 
 def check_float(
-    name: str, value: object, *, least: float | None = None, above: float | None = None
+    name: str, value: object, *, minimum: float | None = None, above: float | None = None
 ) -> float:
-    """Return `value` as a finite float that is at least `least` and above `above`."""
-    bound = "" if least is None else f", at least {least:g}"
+    """Return `value` as a finite float that is at least `minimum` and above `above`."""
+    bound = "" if minimum is None else f", at least {minimum:g}"
     bound = bound if above is None else f", above {above:g}"
     number = _to_float(value)
     if (
         not math.isfinite(number)
-        or (least is not None and number < least)
+        or (minimum is not None and number < minimum)
         or (above is not None and number <= above)
     ):
         raise_invalid(name, value, f"a finite number{bound}")
@@ -172,10 +172,10 @@ def check_instance(name: str, value: object, kind: type[T], fix: str = "") -> T:
     return value
 
 
-def check_callable(name: str, value: Any, what: str) -> None:
-    """Require a callable; `what` describes it in the error."""
+def check_callable(name: str, value: Any, description: str) -> None:
+    """Require a callable; `description` is appended to the error."""
     if not callable(value):
-        raise_invalid(name, value, f"a function, {what}")
+        raise_invalid(name, value, f"a function, {description}")
 
 
 def set_fields(owner: object, **values: object) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed: weft's distribution, its extras, torch, and a foreign package of this name.
+"""Installed versions of weft and torch, and detection of another project's package `weft`.
 
 The distribution is called `weft-moe`; the package and the command are called `weft`. The name
-`weft` belongs to another project on PyPI, so no text may tell anybody to install it.
+`weft` belongs to another project on PyPI, so no text may recommend to install it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from weft.errors import TorchTooOld
 
 NAME = "weft-moe"
 _PACKAGE = Path(__file__).resolve().parent
-_SUMMARY = "One-sided NVLink communication"  # the description begins so, also under the old name
-_MAIN = b"weft.__main__"  # what our command's script imports
+_SUMMARY = "One-sided NVLink communication"  # start of the description, in all versions
+_MAIN = b"weft.__main__"  # module that the script of this project's command imports
 _SCRIPT_LIMIT = 1 << 16  # bytes of a script that are read
 
 
 def install_hint(extra: str) -> str:
-    """Return how to install an extra of this weft, for the end of an error.
+    """Return the pip command that installs an extra of this weft, for the end of an error.
 
-    The text works for a checkout and for a wheel, and needs no index that has weft.
+    The command works for checkouts and wheels, and does not need a package index.
     """
     root = _PACKAGE.parent
     if (root / "pyproject.toml").is_file():
@@ -37,7 +37,7 @@ def install_hint(extra: str) -> str:
         version = "*"
     wheel = f"weft_moe-{version}-py3-none-any.whl"
     return (
-        f"install weft's {extra!r} extra from the wheel that weft came from: "
+        f"install weft's {extra!r} extra from the wheel of this installation: "
         f"pip install './{wheel}[{extra}]' in its folder"
     )
 
@@ -51,35 +51,35 @@ def torch_version() -> str | None:
 
 
 def check_torch() -> None:
-    """Raise TorchTooOld for a torch that lacks what weft calls.
+    """Raise TorchTooOld if the installed torch is older than 2.8.
 
-    Passes where torch is absent or has no metadata: importing it fails with a better text.
+    Does not raise if torch is missing or has no metadata: importing it gives a better error.
     """
     version = torch_version()
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
     if numbers is not None and (int(numbers[1]), int(numbers[2])) < (2, 8):
         raise TorchTooOld(
-            f"weft needs torch 2.8 or newer, this is {version}: pip install 'torch>=2.8'"
+            f"weft needs torch 2.8 or newer, but {version} is installed: pip install 'torch>=2.8'"
         )
 
 
 def find_foreign_installs() -> list[str]:
-    """Return what is installed here under the name `weft` and belongs to another project."""
+    """Return the installed distributions, packages and command `weft` of other projects."""
     return [*_foreign_distributions(), *_foreign_packages(), *_foreign_command()]
 
 
 def _foreign_distributions() -> list[str]:
-    """Return the distributions called `weft` that are not an earlier one of this project."""
+    """Return installed distributions named `weft` that belong to another project."""
     entries = []
-    for each in importlib.metadata.distributions(name="weft"):
-        name, summary = each.metadata["Name"] or "", each.metadata["Summary"] or ""
+    for dist in importlib.metadata.distributions(name="weft"):
+        name, summary = dist.metadata["Name"] or "", dist.metadata["Summary"] or ""
         if name.lower() == "weft" and not summary.startswith(_SUMMARY):
-            entries.append(f"the distribution weft {each.version} ({summary[:80] or 'no summary'})")
+            entries.append(f"the distribution weft {dist.version} ({summary[:80] or 'no summary'})")
     return list(dict.fromkeys(entries))
 
 
 def _foreign_packages() -> list[str]:
-    """Return the packages called `weft` on the import path that are not this project's."""
+    """Return packages named `weft` on the import path that belong to another project."""
     entries = []
     for entry in dict.fromkeys(sys.path):
         folder = Path(entry or os.getcwd(), "weft")
@@ -91,7 +91,7 @@ def _foreign_packages() -> list[str]:
 
 
 def _foreign_command() -> list[str]:
-    """Return the command `weft` that a shell would run, if it is another project's."""
+    """Return the command `weft` on the PATH if it belongs to another project."""
     command = shutil.which("weft")
     if command is None:
         return []

@@ -2,7 +2,7 @@
 """All errors that weft raises.
 
 UsageError reports a wrong call, SetupError a failed creation and GroupError a group that broke
-while running. Each text has the expected and the actual value and the fix.
+at runtime. Each text has the expected and the actual value and the fix.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class UsageError(WeftError, ValueError):
     """The call or its data is wrong. The group continues.
 
     An invalid call sends nothing. Errors that only the device can detect are raised by a later
-    `check()`: the kernel has dropped an out-of-range expert id or clamped a token count, and has
-    processed everything else. Peers are not affected.
+    `check()`: the kernel dropped an out-of-range expert id or clamped a token count, and processed
+    everything else. Peers are not affected.
     """
 
 
@@ -26,11 +26,11 @@ class InvalidArgument(UsageError):
 
 
 class BadCall(InvalidArgument, TypeError):
-    """The call has an unknown argument, or lacks a required one."""
+    """The call has an unknown argument, or a required one is missing."""
 
 
 class TokenOverflow(UsageError):
-    """More tokens than the workspace was built for."""
+    """A call has more tokens than the workspace was built for."""
 
 
 class BadExpertId(UsageError):
@@ -94,7 +94,7 @@ class RailFailed(GroupError):
 
 
 class ExpertsLost(GroupError):
-    """No living rank holds some of a layer's experts. The group continues; the layer cannot."""
+    """No living rank has some of a layer's experts. The group continues without the layer."""
 
 
 class GeometryMismatch(GroupError):

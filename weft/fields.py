@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen dataclasses of kernel sizes, driven by the annotation of each field.
+"""Frozen dataclasses of kernel sizes whose checks are derived from field annotations.
 
-An annotation holds the name of the public argument and the allowed values. The argument check, the
+An annotation has the name of the public argument and the allowed values. The argument check, the
 comparison between ranks at creation and the initialiser of the C++ struct are derived from it:
 
     tokens: Annotated[int, Size("max_tokens", 1, 1 << 20)]
@@ -23,7 +23,7 @@ from weft.arguments import check_choice, check_int, set_fields
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """An integer in low..high."""
+    """Rule of a field: an integer in low..high."""
 
     argument: str
     low: int
@@ -32,7 +32,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several strings, each the name of an enumerator of a C++ enum."""
+    """Rule of a field: one of several strings that name the enumerators of a C++ enum."""
 
     argument: str
     allowed: Collection[str]
@@ -41,14 +41,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A tuple of integers; `length` names the C++ field that holds its length."""
+    """Rule of a field: a tuple of integers. `length` names the C++ field of its length."""
 
     argument: str
     length: str
 
 
 def check_fields(config: object) -> None:
-    """Check a config's sizes and choices and store them normalised.
+    """Check a config's sizes and choices and store the normalised values.
 
     Raises:
         InvalidArgument: names the argument and the allowed values.
@@ -70,7 +70,7 @@ def check_values(kind: type, **values: Any) -> dict[str, Any]:
 
 
 def max_value(kind: type, name: str) -> int:
-    """Return the upper limit of a size."""
+    """Return the upper limit of a field with a `Size` rule."""
     rule = _rules(kind)[name]
     assert isinstance(rule, Size)
     return rule.high
@@ -90,7 +90,7 @@ def to_cpp(config: object, struct: str) -> str:
 
 
 def config_hash(config: Any, kind: str = "") -> int:
-    """Return 24 bits of a config's hash, which flags carry so that ranks detect a mismatch.
+    """Return 24 bits of a config's hash, which flags contain so that ranks detect a mismatch.
 
     Args:
         config: Dataclass to hash.

@@ -9,7 +9,7 @@ import torch
 def quantize(
     x: torch.Tensor, kind: str, columns: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise x `[..., hidden]` to FP8 with one scale per block of columns.
+    """Quantize x `[..., hidden]` to FP8 with one scale per block of columns.
 
     A block of zeros (fp8: amax below 2^-117) is stored as zeros. A block that holds an Inf or a NaN
     gets a NaN scale and NaN values.
@@ -24,35 +24,36 @@ def quantize(
     """
     columns = columns or (32 if kind == "mxfp8" else 128)
     blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // columns, columns)
-    amax, broken = block_amax(blocks)
+    amax, not_finite = block_amax(blocks)
     if kind == "mxfp8":
         power = torch.where(amax == 0, -127, power_above(amax)).clamp(min=-127)
-        byte = torch.where(broken, 255, power + 127).to(torch.uint8)
+        byte = torch.where(not_finite, 255, power + 127).to(torch.uint8)
         scales = byte.view(torch.float8_e8m0fnu)
         inverse = power_of_two(-power)
     else:
         small = amax < 2.0**-117
-        # Divide by a tensor: torch divides by a Python number by multiplying with its reciprocal.
+        # The divisor is a tensor: torch multiplies by the reciprocal of a Python number.
         scales = torch.where(small, 0.0, amax / torch.full_like(amax, 448.0))
-        scales = torch.where(broken, torch.nan, scales)
+        scales = torch.where(not_finite, torch.nan, scales)
         inverse = torch.where(small, 0.0, torch.full_like(amax, 448.0) / amax)
-    q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])
+    q = torch.where(not_finite[..., None], torch.nan, blocks * inverse[..., None])
     return q.to(torch.float8_e4m3fn).flatten(-2), scales
 
 
 def block_amax(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return amax of blocks `[..., columns]`, and a mask of blocks with an Inf or a NaN, whose amax
-    is 1.
+    """Return the amax of blocks `[..., columns]`, and a mask of blocks with an Inf or a NaN.
+
+    The amax of a masked block is 1.
     """
     amax = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(dim=-1)
-    broken = amax.isinf()
-    return torch.where(broken, 1.0, amax), broken
+    not_finite = amax.isinf()
+    return torch.where(not_finite, 1.0, amax), not_finite
 
 
 def power_above(amax: torch.Tensor) -> torch.Tensor:
     """Return the exponent of the smallest power of two p with amax / p at most 448.
 
-    amax must not be 0.
+    The amax must not be 0.
     """
     mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
     return exponent - 9 + (mantissa > 0.875).int()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name the argument that a misspelt keyword meant, in constructors and public functions.
+"""Suggestions for misspelt keyword arguments of constructors and public functions.
 
-`explain_keywords` runs once for each public module and wraps what it exports. A wrapper costs a
-Python frame, 0.8 us a call. The calls that decode loops make eagerly avoid it: they take
-`**_unknown: Never`, which costs 0.01 us, and pass it to `reject_unknown`.
+`explain_keywords` runs once for each public module and wraps its exports. A wrapper costs a Python
+frame, 0.8 us per call. Methods of the decode hot path avoid it: they accept `**_unknown: Never`,
+which costs 0.01 us, and pass it to `reject_unknown`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def internal(function: F) -> F:
-    """Mark a method of a public class that only weft calls.
+    """Mark a method of a public class as internal to weft.
 
-    It gets no wrapper, because decode loops call it, and the API pages omit it.
+    It is not wrapped, because decode loops call it, and the API pages omit it.
     """
     setattr(function, _INTERNAL, True)
     return function
 
 
 def is_internal(function: Any) -> bool:
-    """Whether only weft calls a method of a public class."""
+    """Whether a method of a public class is marked as internal to weft."""
     return hasattr(function, _INTERNAL)
 
 
 def explain_keywords(names: MutableMapping[str, Any]) -> None:
-    """Let public functions and classes raise BadCall for arguments that they do not take.
+    """Make public functions and classes raise BadCall for unknown or missing arguments.
 
     Args:
-        names: Globals of a module with `__all__`. Its functions are replaced there, so that calls
-            within weft stay bare. Constructors and methods are replaced in their classes.
+        names: Globals of a module with `__all__`. Functions are replaced only there, so that calls
+            within weft are not wrapped. Constructors and methods are replaced in their classes.
     """
     for name in names["__all__"]:
         value = names[name]
@@ -91,7 +91,7 @@ def _wrap(function: Callable[..., Any], func_name: str) -> Callable[..., Any]:
 def bind(
     function: Callable[..., Any], func_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    """Return the arguments of a call by parameter. Raise BadCall if it cannot be made."""
+    """Bind the arguments of a call to parameters. Raises BadCall if they do not match."""
     signature = inspect.signature(function)
     try:
         return signature.bind(*args, **kwargs)
@@ -114,7 +114,7 @@ def _raise_bad_call(
         and name not in ("self", "cls")
         and name[0] != "_"
     ]
-    usage = f"{func_name}() takes {', '.join(known)}"
+    usage = f"{func_name}() accepts {', '.join(known)}"
     unknown = [name for name in keywords if name not in signature.parameters]
     if not unknown:
         raise BadCall(f"{func_name}(): {reason}. {usage}") from None

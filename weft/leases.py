@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workspaces that layers of equal sizes share.
+"""Leases: workspaces that are shared by layers of equal sizes.
 
 An engine creates one operator per layer, but its layers run one after the other. With `lease`,
-operators of the same sizes use the same symmetric memory. The sequence of calls alone determines
-which call allocates it and which frees it, so both are the same on every rank, as collective
-creation requires.
+operators of the same sizes use the same symmetric memory. Only the sequence of calls determines
+which call allocates and which call frees it, so these are the same calls on every rank, as
+collective creation requires.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PER_LAYER_ARGUMENTS = ("weights", "shared", "correction", "replicas")
 
 
 class Leasable(Protocol):
-    """An operator or a layer that leases can share."""
+    """Operator or layer that leases can share."""
 
     def check_open(self) -> None: ...
     def close(self) -> None: ...
@@ -43,19 +43,19 @@ T = TypeVar("T", bound=Leasable)
 
 
 @dataclass(eq=False)
-class _Shared(Generic[T]):
+class _LeasedOperator(Generic[T]):
     operator: T
     creation: Creation | None = None
-    users: int = 0
+    num_users: int = 0
 
 
-# Weak references: an operator is collected when its leases are, as if it had never been leased.
-_ByKey = WeakValueDictionary[Hashable, _Shared[Any]]
+# Weak references: an operator is garbage-collected together with its leases.
+_ByKey = WeakValueDictionary[Hashable, _LeasedOperator[Any]]
 _leases_by_group: WeakKeyDictionary[Group, _ByKey] = WeakKeyDictionary()
 
 
 class Lease(Generic[T]):
-    """One layer's share of a workspace; a context manager that returns the operator.
+    """One layer's use of a shared workspace; a context manager that returns the operator.
 
     Attributes:
         operator: Operator to call: the shared one or, with MoE, a sibling layer.
@@ -65,7 +65,7 @@ class Lease(Generic[T]):
         self,
         operator: T,
         key: Hashable,
-        shared: _Shared[T],
+        shared: _LeasedOperator[T],
         group: Group,
         creation: Creation | None = None,
     ) -> None:
@@ -73,17 +73,17 @@ class Lease(Generic[T]):
         self._creation = creation
         self._key, self._shared, self._group = key, shared, group
         self._open = True
-        shared.users += 1
+        shared.num_users += 1
 
     def close(self) -> None:
-        """Release the share; the last one frees the memory. Local and idempotent."""
+        """Release the lease; the last release frees the memory. Local and idempotent."""
         if not self._open:
             return
         self._open = False
-        self._shared.users -= 1
+        self._shared.num_users -= 1
         if self._creation is not None:
             self._creation.end()
-        if not self._shared.users:
+        if not self._shared.num_users:
             by_key = _leases_by_group.get(self._group)
             if by_key is not None and by_key.get(self._key) is self._shared:
                 del by_key[self._key]
@@ -126,7 +126,7 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
     bound = bind(kind, kind.__name__, (group, *args), options)
     bound.apply_defaults()
     sizes = {name: value for name, value in bound.arguments.items() if name != "group"}
-    key = (kind, *(_key(kind, name, value) for name, value in sizes.items()))
+    key = (kind, *(_argument_key(kind, name, value) for name, value in sizes.items()))
     by_key = _leases_by_group.setdefault(group, WeakValueDictionary())
     shared = by_key.get(key)
     if shared is not None and not _is_open(shared.operator):
@@ -145,15 +145,17 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
     return Lease(shared.operator.sibling(**own), key, shared, group)
 
 
-def _create_shared(group: Group, kind: type[T], bound: inspect.BoundArguments) -> _Shared[T]:
+def _create_shared(
+    group: Group, kind: type[T], bound: inspect.BoundArguments
+) -> _LeasedOperator[T]:
     if not (isinstance(kind, type) and issubclass(kind, Operator)):
-        return _Shared(kind(*bound.args, **bound.kwargs))  # MoE records its creation itself
+        return _LeasedOperator(kind(*bound.args, **bound.kwargs))  # MoE records its creation itself
     with group.creation(is_workspace=True) as creation:
-        return _Shared(kind(*bound.args, **bound.kwargs), creation)
+        return _LeasedOperator(kind(*bound.args, **bound.kwargs), creation)
 
 
 def _is_open(operator: Leasable) -> bool:
-    """Whether the memory is open; an MoE layer's stays open while it has siblings."""
+    """Whether the memory is open; that of an MoE layer is open while it has siblings."""
     try:
         (operator.exchange if isinstance(operator, MoE) else operator).check_open()
     except OutOfOrder:
@@ -161,18 +163,18 @@ def _is_open(operator: Leasable) -> bool:
     return True
 
 
-def _key(kind: type[Any], name: str, value: Any) -> Hashable:
-    """Return the part of an argument by which leases are compared."""
+def _argument_key(kind: type[Any], name: str, value: Any) -> Hashable:
+    """Return the part of an argument that two leases must have in common."""
     if kind is MoE and name in PER_LAYER_ARGUMENTS:
         return name, None if name != "replicas" or value is None else len(value.logical)
     return name, _freeze(name, value)
 
 
 def _freeze(name: str, value: Any) -> Hashable:
-    """Return a value as a hashable key.
+    """Convert a value to a hashable key.
 
-    The key of a bool or float includes the type, because `kind` may refuse 4.0 or True where it
-    accepts the equal 4 or 1. Integers of any type are equal, as in every check (weft/arguments.py).
+    The key of a bool or float includes the type, because `kind` may reject 4.0 or True but accept
+    the equal 4 or 1. Integers of any type are equal, as in every check (weft/arguments.py).
     """
     try:
         if isinstance(value, torch.Tensor):

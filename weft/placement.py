@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The map from experts to ranks."""
+"""Placement of experts on ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from weft.shape import Shape
 
 MAX_EXPERTS = max_value(Shape, "experts")
 MAX_EP_SIZE = 4096  # ranks of all hosts together
-NO_SUCH_EXPERT = 2**31 - 1  # replaces an invalid id; dispatch refuses it
+NO_SUCH_EXPERT = 2**31 - 1  # replaces an invalid id; dispatch rejects it
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Map each expert to a rank and a local id; local ids follow ascending global order.
+    """Map from each expert to its rank and local id, in ascending order of global ids.
 
     Attributes:
-        ranks: Owner of each expert.
-        local: Local id of each expert at its owner.
+        ranks: Rank of each expert.
+        local: Local id of each expert on its rank.
         explicit: Whether the caller passed an expert_map.
     """
 
@@ -36,7 +36,7 @@ class Placement:
 
     @classmethod
     def blocks(cls, num_experts: int, ep_size: int) -> Placement:
-        """Return contiguous blocks; the first `num_experts % ep_size` ranks hold one extra expert.
+        """Place contiguous blocks; the first `num_experts % ep_size` ranks have one more expert.
 
         Args:
             num_experts: Number of experts over all ranks.
@@ -57,7 +57,7 @@ class Placement:
     def mapped(
         cls, expert_map: Sequence[int] | torch.Tensor, num_experts: int, ep_size: int
     ) -> Placement:
-        """Return the placement for an explicit map.
+        """Create the placement of an explicit expert map.
 
         Args:
             expert_map: Rank of each expert.
@@ -65,8 +65,8 @@ class Placement:
             ep_size: Number of ranks.
 
         Raises:
-            InvalidArgument: the map has the wrong length, holds something other than integers, or
-                names a rank outside the group.
+            InvalidArgument: the map has the wrong length, has values that are not integers, or has
+                a rank outside the group.
         """
         num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
         ep_size = check_int("ep_size", ep_size, 1, MAX_EP_SIZE)
@@ -98,7 +98,7 @@ class Placement:
             rank: Rank in the group. A rank without experts gets an empty tuple.
 
         Raises:
-            InvalidArgument: there is no such rank.
+            InvalidArgument: the rank is out of range.
         """
         rank = check_int("rank", rank, 0, MAX_EP_SIZE - 1)
         return tuple(e for e, owner in enumerate(self.ranks) if owner == rank)
@@ -117,7 +117,7 @@ class Placement:
 def build_placement(
     expert_map: Sequence[int] | torch.Tensor | None, num_experts: int, ep_size: int
 ) -> Placement:
-    """Return the placement for expert_map, or contiguous blocks for None.
+    """Create the placement of expert_map, or of contiguous blocks for None.
 
     Raises:
         InvalidArgument: as `Placement.mapped`.
@@ -128,7 +128,7 @@ def build_placement(
 
 
 class ExpertRankMixin:
-    """Mixin of all-to-all operators: this rank, the group's size and the local experts."""
+    """Mixin of all-to-all operators with the rank, the group's size and the local experts."""
 
     group: Group
     placement: Placement
@@ -147,8 +147,8 @@ class ExpertRankMixin:
     def sources(self) -> tuple[int, ...]:
         """Source rank of each slot of a dispatch: `sources[s] == s` on one host.
 
-        With several hosts, slots are ordered by index on the host and then by host, because each
-        rank forwards the rows of its rail to its own host.
+        With several hosts, slots are ordered by local rank and then by host, because each rank
+        forwards the rows of its rail to the ranks of its host.
         """
         return tuple(rank for rail in zip(*self.group.host_ranks, strict=True) for rank in rail)
 
@@ -161,7 +161,7 @@ class ExpertRankMixin:
         """Map local expert ids to global ones.
 
         On a GPU the call does not synchronize: an invalid id becomes 2**31 - 1, which every
-        dispatch refuses. The call may be captured after a first eager one.
+        dispatch rejects. The call can be captured after a first eager call.
 
         Args:
             local_ids: int32 or int64 of any shape, such as `Received.ids`. -1 stays -1.
@@ -170,7 +170,7 @@ class ExpertRankMixin:
             int32 of the same shape.
 
         Raises:
-            InvalidArgument: on a CPU, an id is not one of this rank's.
+            InvalidArgument: on a CPU, an id is not a local id of this rank.
         """
         check_instance("local_ids", local_ids, torch.Tensor)
         if local_ids.dtype not in (torch.int32, torch.int64):
@@ -179,15 +179,15 @@ class ExpertRankMixin:
         valid = (local_ids >= -1) & (local_ids < count)
         if local_ids.device.type == "cpu" and not valid.all():
             raise InvalidArgument(
-                f"local_ids holds {int(local_ids[~valid][0])}, but rank {self.rank} has local "
-                f"experts 0..{count - 1}, and -1 for none: pass `ids` of what dispatch returned"
+                f"local_ids contains {int(local_ids[~valid][0])}, but rank {self.rank} has local "
+                f"experts 0..{count - 1}, and -1 means none: pass `ids` of the result of dispatch"
             )
         global_ids = self._by_local_id[torch.where(valid, local_ids, -1).long()]
         return torch.where(valid, global_ids, NO_SUCH_EXPERT)
 
     @functools.cached_property
     def _by_local_id(self) -> torch.Tensor:
-        """Global id of each local one, int32 `[local_experts + 1]`; the last entry is for -1."""
+        """Global id of each local id, int32 `[local_experts + 1]`; the last entry is for -1."""
         ids = (*self.local_experts, -1)
         return torch.tensor(ids, dtype=torch.int32, device=self.group.device)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public names of weft; the package `weft` imports them at first use."""
+"""Public names of weft, which the package `weft` imports at their first use."""
 
 from weft import errors, reference
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced

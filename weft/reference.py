@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference implementations in plain torch: the specification of each operation.
+"""Reference implementations in plain torch, which specify each operation.
 
-Tests compare against them. Arguments hold the tensors of all ranks as lists indexed by rank;
-results are on the device of the inputs.
+Tests compare operators against them. Arguments are lists of the tensors of all ranks, indexed by
+rank. Results are on the device of the inputs.
 """
 
 from __future__ import annotations
@@ -47,15 +47,13 @@ def dispatch(
     max_tokens: int,
     stats: Sequence[torch.Tensor] | None = None,
 ) -> Received:
-    """Return what `rank` receives.
+    """Return the tokens that `rank` receives from all ranks.
 
-    Slots without a token for the rank hold zeros here; in a real dispatch their payload is
-    undefined.
+    Slots without a token for the rank are zero here; in a real dispatch their payload is undefined.
 
     Args:
         payloads: For each rank, its payload tensors `[tokens, ...]`.
-        topk_ids: For each rank, int32 or int64 `[tokens, top_k]`; ids outside the experts count as
-            -1.
+        topk_ids: For each rank, int32 or int64 `[tokens, top_k]`; ids out of range count as -1.
         topk_weights: For each rank, float32 `[tokens, top_k]`, or None for ones.
         stats: For each rank, int32 `[n]`, or None without statistics.
     """
@@ -85,13 +83,14 @@ def dispatch(
 
 
 def expert_load(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return int32 `[num_experts]`: the number of times that each expert was chosen.
+    """Count the number of times that each expert was chosen, as int32 `[num_experts]`.
 
     `bincount` synchronizes with the device. In a captured graph, use
     `zeros(num_experts + 1).scatter_add_` instead and count invalid ids in the last entry.
 
     Args:
-        topk_ids: int32 or int64 `[tokens, top_k]`; ids outside the experts do not count.
+        topk_ids: int32 or int64 `[tokens, top_k]`; ids out of range are not counted.
+        num_experts: Number of experts.
     """
     valid = (topk_ids >= 0) & (topk_ids < num_experts)
     return torch.bincount(topk_ids[valid], minlength=num_experts).int()
@@ -107,17 +106,21 @@ def combine(
     hosts: Sequence[Sequence[int]] | None = None,
     combine_dtype: str | None = None,
 ) -> torch.Tensor:
-    """Return the rounded fp32 sum of a token's rows over ranks, plus `add`.
+    """Return the sum of each token's rows over ranks, plus `add`.
 
-    The sum is in fp32, from +0 and in rank order, then `add`, then one rounding to nearest even.
+    The sum is in fp32, starts at +0 and adds rows in rank order, then `add`. It is rounded once, to
+    nearest even.
 
     Args:
         rows: For each rank, `[tokens, hidden]`: the results of its experts for one source's tokens.
         carries: For each rank, bool `[tokens]`: whether the token was sent to it. Other rows are
             not read.
+        add: `[tokens, hidden]` to add, or None.
+        dtype: Type of the result. Default: that of the rows.
         hosts: The ranks of each host (`Group.host_ranks`), with several hosts. Each host first sums
             over its own ranks and rounds to dtype or, with combine_dtype="fp8", to FP8 and back.
             These partial sums are then added in the order of hosts.
+        combine_dtype: "fp8" or None, see `hosts`.
     """
     result = dtype or rows[0].dtype
     if hosts is not None and len(hosts) > 1:
@@ -141,8 +144,8 @@ def combine(
 def identity_experts(received: Received, dtype: torch.dtype) -> torch.Tensor:
     """Return the result of identity experts: x times the sum of its local weights.
 
-    Weights are added in fp32 in top-k order and the product is rounded once, so tests can compare
-    exactly. Rows without a token are NaN, so a combine that reads one returns NaN.
+    Weights are added in fp32 in top-k order and the product is rounded once, so that results can be
+    compared exactly. Rows without a token are NaN, so that a combine that reads one returns NaN.
     """
     total = torch.zeros(received.ids.shape[:2], dtype=torch.float32, device=received.ids.device)
     for k in range(received.ids.shape[2]):
@@ -166,8 +169,8 @@ def identity_round_trip(
 ) -> torch.Tensor:
     """Return the result of dispatch, `identity_experts` and combine for one rank's x.
 
-    Takes only that rank's own tensors, so each rank can check its own result. Bitwise equal to a
-    real exchange.
+    The arguments are the tensors of that rank only, so each rank can check its own result. The
+    result is bitwise equal to that of a real exchange.
     """
     rows, carries = [], []
     for rank in range(ranks):
@@ -185,7 +188,7 @@ def identity_round_trip(
 def _local_choices(
     topk_ids: torch.Tensor, placement: Placement, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids with invalid ones replaced by -1, and a mask of those that `rank` owns."""
+    """Return the ids with invalid ones replaced by -1, and a mask of the experts of `rank`."""
     ids = topk_ids.long()
     valid_ids = torch.where((ids >= 0) & (ids < len(placement.ranks)), ids, -1)
     # The extra last entry is the owner of id -1: no rank.
@@ -201,8 +204,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 @disable_autocast
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return GPT-OSS's gating: `g * sigmoid(1.702 g) * (u + 1)` with g clamped to at most 7 and u
-    to -7..7.
+    """Return GPT-OSS's gating, `g * sigmoid(1.702 g) * (u + 1)`, of clamped inputs.
+
+    The gate g is clamped to at most 7, and u to -7..7.
     """
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * (1.702 * gate).sigmoid() * (up + 1.0)
@@ -224,7 +228,7 @@ def moe_layer(
     placement: Placement | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
-    """Return the layer's output as float32 `[tokens, hidden]`.
+    """Return the output of an MoE layer as float32 `[tokens, hidden]`.
 
         h = x @ gate_up[e].T + gate_up_bias[e];  y = gating(gate(h), up(h)) @ down[e].T + down_bias
 
@@ -236,10 +240,14 @@ def moe_layer(
         topk_weights: float32 `[tokens, top_k]`.
         gate_up: `[num_experts, 2 * intermediate, hidden]` of all ranks' experts, gate rows first.
         down: `[num_experts, hidden, intermediate]`.
-        weigh_input: Multiply the experts' inputs by the weights, not their results.
+        gate_up_bias: `[num_experts, 2 * intermediate]`, or None.
+        down_bias: `[num_experts, hidden]`, or None.
+        gating: Function of the gate and up halves.
+        weigh_input: Whether to multiply the experts' inputs, rather than their results, by the
+            weights.
         shared: `[tokens, hidden]`, a shared expert's result, or None.
-        placement: Round each rank's sum to x's dtype, as combine sends it. None: no rounding.
-        hosts: With a placement, the ranks of each host: also round each host's sum of these.
+        placement: Rounds each rank's sum to x's dtype, as combine does. None: no rounding.
+        hosts: Ranks of each host, with a placement: also rounds each host's sum of these.
     """
     ranks = 1 if placement is None else max(placement.ranks) + 1
     sums = torch.zeros((ranks, *x.shape), dtype=torch.float32, device=x.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that specialise the all-to-all kernels; equal on every rank, compiled in as a constant."""
+"""Sizes that specialise the all-to-all kernels; equal on every rank, compiled as constants."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_PLANES = 8
 MAX_RANKS = 72  # of one NVLink domain (GB200 NVL72)
 NARROW_RANKS = 32  # a set of at most this many ranks fits one 32-bit word
 MAX_TOP_K = 32
-MAILBOX_BYTES = 4096  # of the page of host memory that the kernels of a rank can write
-FP8_BLOCK = 128  # columns that share a scale
+MAILBOX_BYTES = 4096  # size of the page of host memory that the kernels of a rank can write
+FP8_BLOCK = 128  # number of columns per scale
 COMBINES = ("pull", "push", "push_fp8", "gemm_push")  # weft::Combine
 QUANTS = ("none", "fp8", "mxfp8")
 MAX_ROW_BYTES = 1 << 24
@@ -43,9 +43,9 @@ class Shape:
         dtype: Type of a combine row: "bf16", "fp16" or "fp32".
         row_bytes: Bytes of one token's row in each of the 1..8 payload tensors.
         combine: How rows are returned: "pull", "push", "push_fp8" or "gemm_push".
-        quant: Quantisation of the first payload by dispatch: "none", "fp8" or "mxfp8".
+        quant: Quantization of the first payload by dispatch: "none", "fp8" or "mxfp8".
         mapped: Whether a table maps experts to ranks instead of contiguous blocks.
-        stats: Number of statistics that each rank sends to all ranks with its tokens, 0..2^20.
+        stats: Number of statistics per rank, sent to all ranks with its tokens, 0..2^20.
 
     Raises:
         InvalidArgument: a size is out of range; names the size and its limits.
@@ -67,7 +67,7 @@ class Shape:
         check_fields(self)
         if (self.combine == "push_fp8" or self.quant != "none") and self.hidden % FP8_BLOCK:
             raise InvalidArgument(
-                f"hidden is {self.hidden}; FP8 rows are made of blocks of {FP8_BLOCK} columns: "
+                f"hidden is {self.hidden}; FP8 rows consist of blocks of {FP8_BLOCK} columns: "
                 f"pad hidden to {-(-self.hidden // FP8_BLOCK) * FP8_BLOCK}"
             )
         if self.out_bytes % 16:
@@ -79,12 +79,12 @@ class Shape:
             )
         if not 1 <= len(self.row_bytes) <= MAX_PLANES:
             raise InvalidArgument(
-                f"{len(self.row_bytes)} payload tensors; one dispatch carries 1..{MAX_PLANES}"
+                f"{len(self.row_bytes)} payload tensors; one dispatch supports 1..{MAX_PLANES}"
             )
         for plane, row in enumerate(self.row_bytes):
             if not 1 <= row <= MAX_ROW_BYTES:
                 raise InvalidArgument(
-                    f"payloads[{plane}] has rows of {row} bytes; they may have 1..{MAX_ROW_BYTES}"
+                    f"payloads[{plane}] has rows of {row} bytes; the limit is 1..{MAX_ROW_BYTES}"
                 )
 
     @property
@@ -99,7 +99,7 @@ class Shape:
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes of the slot that a row is pushed into at its owner; 0 if rows are pulled."""
+        """Bytes of the owner's slot for one pushed row; 0 if rows are pulled."""
         if self.combine == "pull":
             return 0
         if self.combine != "push_fp8":
@@ -108,17 +108,17 @@ class Shape:
 
     @property
     def returned_rows(self) -> int:
-        """Number of slots for pushed rows at their owner: one for each rank, or for each choice."""
+        """Number of the owner's slots for pushed rows: one per rank, or one per choice."""
         return self.tokens * (self.top_k if self.combine == "gemm_push" else self.ranks)
 
     @property
     def padded_top_k(self) -> int:
-        """top_k padded to whole 16-byte vectors."""
+        """Value of top_k padded to a multiple of 4 (16-byte vectors)."""
         return -(-self.top_k // 4) * 4
 
     @property
     def descriptor(self) -> int:
-        """24 bits of this Shape's hash."""
+        """First 24 bits of this Shape's hash."""
         return config_hash(self)
 
     def to_cpp(self) -> str:

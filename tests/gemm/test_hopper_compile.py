@@ -62,7 +62,7 @@ def compiled(shape: GemmShape) -> tuple[bytes, str]:
         cache=cache,
     )
     (entry,) = cache.entries()
-    with cache.file(entry.key).open("rb") as file:
+    with cache.entry_path(entry.key).open("rb") as file:
         return cubin, json.loads(file.readline())["log"]
 
 

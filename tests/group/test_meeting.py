@@ -21,7 +21,7 @@ from weft.launcher.processes import fork_server
 def has_listener(meeting):
     """Whether a process listens for the meeting; connected sockets show the name as well."""
     with open("/proc/net/unix", encoding="ascii") as file:
-        lines = [line.split() for line in file if line.endswith(f" @{meeting._name[1:]}\n")]
+        lines = [line.split() for line in file if line.endswith(f" @{meeting._socket_name[1:]}\n")]
     return any(flags == "00010000" for _, _, _, flags, *_ in lines)
 
 

@@ -53,7 +53,7 @@ def test_a_wrong_nonce_is_reported(meeting):
 
         @property
         def _name(self):
-            return meeting._name
+            return meeting._socket_name
 
     other = Other(0, bytes(32))
     zero, liar = all_ranks(lambda: gather(meeting, 0, 2, 0.5), lambda: gather(other, 1, 2, 0.5))
@@ -257,7 +257,9 @@ def test_ranks_meet_while_strangers_connect_again_and_again(meeting, user):
         pytest.skip("becomes another user")
     context = multiprocessing.get_context("fork")
     number = 65534 if user == "another user" else 0
-    attackers = [context.Process(target=flood, args=(meeting._name, number)) for _ in range(3)]
+    attackers = [
+        context.Process(target=flood, args=(meeting._socket_name, number)) for _ in range(3)
+    ]
     for each in attackers:
         each.start()
     try:

@@ -112,7 +112,7 @@ def test_threads_have_no_torch_group(group):
 
 def test_only_known_devices(monkeypatch):
     assert hosts.resolve_device("cpu") == torch.device("cpu")
-    with pytest.raises(InvalidArgument, match='weft runs on "cpu" and "cuda"'):
+    with pytest.raises(InvalidArgument, match='weft supports "cpu" and "cuda"'):
         hosts.resolve_device("meta")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name, value in (("is_available", True), ("device_count", 2), ("current_device", 0)):

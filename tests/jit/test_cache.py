@@ -89,7 +89,7 @@ def test_an_entry_is_built_once_described_and_private(cache: Cache) -> None:
 
     assert cache.fetch(KEY, build, meta) == b"code"
     assert cache.fetch(KEY, refuse, dict(META)) == b"code"
-    head, code = cache.file(KEY).read_bytes().split(b"\n", 1)
+    head, code = cache.entry_path(KEY).read_bytes().split(b"\n", 1)
     assert code == b"code"
     described = json.loads(head)
     assert {**described, **META, "log": "used 12 registers"} == described
@@ -312,12 +312,12 @@ def test_bad_entry_is_built_again(
     if name == "another owner" and os.geteuid() != 0:
         pytest.skip("gives files to another user")
     store(cache)
-    BAD[name](cache.file(KEY))
+    BAD[name](cache.entry_path(KEY))
     assert KEY not in [entry.key for entry in cache.entries()]
     assert store(cache, code=b"built again") == b"built again"
-    assert "it is compiled again" in caplog.text
+    assert "compiling it again" in caplog.text
     assert cache.fetch(KEY, refuse, dict(META)) == b"built again"
-    status = cache.file(KEY).lstat()
+    status = cache.entry_path(KEY).lstat()
     assert (status.st_uid, status.st_mode & 0o777, status.st_nlink) == (os.geteuid(), 0o600, 1)
 
 
@@ -343,7 +343,7 @@ def test_file_system_errors_are_reported(cache: Cache, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         refuses(r"cannot write \d+ bytes.*No space left", lambda: store(cache))
-    lock, file = cache.path / f"{KEY}.lock", cache.file(KEY)
+    lock, file = cache.path / f"{KEY}.lock", cache.entry_path(KEY)
     assert [*cache.path.iterdir()] == [lock]
     file.mkdir()
     refuses(rf"cannot read .*{KEY}.data.*set WEFT_CACHE", lambda: store(cache))

@@ -61,13 +61,14 @@ HOST = Compiler(
     add, host, "_build", ("cpu_identity", "compiler_identity"),
     ({"options": ["-DVALUE=2"]}, {"options": ["-DVALUE=1", "-O1"]}),
     ("int f() {\n    return undeclared;\n}\n",
-     ("refused 'add'", "   2 |     return undeclared;", "add.cpp:2:12: error:", "-std=c++20")),
+     ("failed to compile 'add'", "   2 |     return undeclared;", "add.cpp:2:12: error:",
+      "-std=c++20")),
 )  # fmt: skip
 NVRTC = Compiler(
     fill, nvrtc, "_compile", ("nvrtc_version",),
     ({"options": ["-DVALUE=8"]}, {"arch": "sm_100a"}, {"options": ["-DVALUE=7", "-lineinfo"]}),
     ('extern "C" __global__ void fill() {\n    undeclared = 1;\n}\n',
-     ("refused 'fill'", "   2 |     undeclared = 1;", "--gpu-architecture=sm_90a",
+     ("failed to compile 'fill'", "   2 |     undeclared = 1;", "--gpu-architecture=sm_90a",
       'fill.cu(2): error: identifier "undeclared" is undefined')),
 )  # fmt: skip
 
@@ -99,7 +100,7 @@ def cache(tmp_path: Path) -> Cache:
 @pytest.fixture
 def fresh_memory() -> Iterator[None]:
     """Clear the per-process caches of compiler lookups around a test."""
-    asked = (host.compiler_identity, nvrtc._bindings, nvrtc.nvrtc_version)
+    asked = (host.compiler_identity, nvrtc._load_bindings, nvrtc.nvrtc_version)
     for each in asked:
         each.cache_clear()
     yield
@@ -118,7 +119,7 @@ def test_library_is_compiled_and_called(cache: Cache) -> None:
     (entry,) = cache.entries()
     assert (entry.name, entry.kind) == ("add", "c++")
     refuses(CompileError, "unused", lambda: add(cache, "void f() { int unused; }\n"))
-    refuses(InvalidArgument, "cannot name a file", lambda: add(cache, name="../add"))
+    refuses(InvalidArgument, "is not a valid file name", lambda: add(cache, name="../add"))
 
 
 @needs_nvrtc
@@ -171,7 +172,7 @@ def test_options_of_kernels(cache: Cache, tmp_path: Path) -> None:
     verbose = ["-DVALUE=7", "--maxrregcount=32", "-lineinfo", "--ptxas-options=--verbose"]
     fill(cache, options=verbose)
     (entry,) = cache.entries()
-    log = json.loads(cache.file(entry.key).read_bytes().splitlines()[0])["log"]
+    log = json.loads(cache.entry_path(entry.key).read_bytes().splitlines()[0])["log"]
     assert "registers" in log
     (tmp_path / "extra").mkdir()
     (tmp_path / "extra" / "value.cuh").write_text("#define VALUE 9\n")
@@ -287,6 +288,6 @@ def test_a_compiler_is_found_or_its_absence_explained(
 
 
 def test_compiler_that_hangs_is_stopped() -> None:
-    run = host._run
+    run = host._run_command
     words = "did not end within 0.1 s"
     refuses(CompileError, words, lambda: run(("sleep", "60"), timeout=0.1, cwd=None))

@@ -103,7 +103,7 @@ def test_launches_of_several_threads_leave_the_environment_alone(monkeypatch):
     with ThreadPoolExecutor(3) as threads:
         started = [threads.submit(processes.fork_server) for _ in range(2)]
         time.sleep(0.05)
-        assert threads.submit(processes._environment).result() == before
+        assert threads.submit(processes._copy_environment).result() == before
         for each in started:
             each.result()
     assert dict(os.environ) == before

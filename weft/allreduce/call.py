@@ -242,7 +242,7 @@ class CheckedCall:
     def __init__(self, call: FusedCall, config: ReduceConfig, device: torch.device) -> None:
         self.call, self._config, self._device = call, config, device
         self._dtype = _DTYPES[config.dtype]
-        check_float("eps", call.eps, least=0.0)
+        check_float("eps", call.eps, minimum=0.0)
         check_float("weight_bias", call.weight_bias)
         self.scheme = quant_scheme(call.quant)
         self.tokens = tokens = self._count_tokens(call.x, call.prologue)

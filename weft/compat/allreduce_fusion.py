@@ -129,7 +129,7 @@ def allreduce_fusion(
     for name, tensor in outputs.items():
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise_not_tensor(name, tensor)
-    check_float("rms_eps", rms_eps, least=0.0)
+    check_float("rms_eps", rms_eps, minimum=0.0)
     check_float("weight_bias", weight_bias)
     kind = _parse_pattern(pattern)
     check_allowed("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE_REASON)

@@ -168,10 +168,10 @@ class DeviceShares:
                     "memory; use a newer driver, or a GPU outside of vGPU and WSL"
                 )
         kinds = api.CUmemAllocationHandleType
-        with self._current():
+        with self._activate_context():
             self._granule = call_driver(
                 "cuMemGetAllocationGranularity",
-                self._properties(kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+                self._allocation_properties(kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
                 api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
             )
             fabric = self._supports_fabric()
@@ -228,8 +228,8 @@ class DeviceShares:
         )
         self._mapped = -(-self._size // self._granule) * self._granule
         self.stride = self._mapped + self._granule  # the last granule is unmapped: overruns fault
-        with self._current():
-            self._own = self._create()
+        with self._activate_context():
+            self._own = self._allocate_share()
             self._undo.callback(call_driver, "cuMemRelease", self._own)
             reserved = self._num_ranks * self.stride
             self.base = int(call_driver("cuMemAddressReserve", reserved, self._granule, 0, 0))
@@ -247,7 +247,7 @@ class DeviceShares:
     def share_fd(self) -> int:
         """Return a new file descriptor of this rank's share. The caller closes it."""
         with contextlib.ExitStack() as undo:
-            with self._current():
+            with self._activate_context():
                 fd = int(self._export(self._own, self._kind))
                 undo.callback(os.close, fd)
                 os.set_inheritable(fd, False)
@@ -256,7 +256,7 @@ class DeviceShares:
 
     def export_fabric(self) -> str:
         """Return a fabric handle of this rank's share in hexadecimal."""
-        with self._current():
+        with self._activate_context():
             return bytes(self._export(self._own, self._kind).data).hex()
 
     def map(self, shared: Mapping[int, int | str]) -> None:
@@ -264,7 +264,7 @@ class DeviceShares:
 
         The old share of a replaced rank is unmapped first, after all work of this GPU.
         """
-        with self._current():
+        with self._activate_context():
             if replaced := self.ranks.intersection(shared):
                 call_driver("cuMemFree", self._fence)
                 self._fence = 0
@@ -295,7 +295,7 @@ class DeviceShares:
     def read(self, address: int, count: int) -> bytes:
         """Return a copy of `count` bytes. Kernels may run during the copy."""
         copy = (ctypes.c_ubyte * count)()
-        with relaxed_capture(self._torch_device), self._current():
+        with relaxed_capture(self._torch_device), self._activate_context():
             call_driver("cuMemcpyDtoHAsync", ctypes.addressof(copy), address, count, self._stream)
             call_driver("cuStreamSynchronize", self._stream)
         return bytes(copy)
@@ -307,7 +307,7 @@ class DeviceShares:
         """
         staged = self.mailbox[0] + MAILBOX_BYTES // 2  # pinned, after the part that kernels write
         ctypes.memmove(staged, data, len(data))
-        with relaxed_capture(self._torch_device), self._current():
+        with relaxed_capture(self._torch_device), self._activate_context():
             call_driver("cuMemcpyHtoDAsync", address, staged, len(data), self._stream)
             call_driver("cuStreamSynchronize", self._stream)
 
@@ -328,13 +328,15 @@ class DeviceShares:
             return
         with relaxed_capture(self._torch_device), contextlib.ExitStack() as last:
             last.callback(call_driver, "cuDevicePrimaryCtxRelease", device)
-            with self._current(), undo:
+            with self._activate_context(), undo:
                 if self._fence:  # if it is 0, no kernel has used this memory
                     undo.callback(call_driver, "cuMemFree", self._fence)
 
-    def _create(self) -> Any:
+    def _allocate_share(self) -> Any:
         try:
-            return call_driver("cuMemCreate", self._mapped, self._properties(self._kind), 0)
+            return call_driver(
+                "cuMemCreate", self._mapped, self._allocation_properties(self._kind), 0
+            )
         except DriverError as error:
             free, total = call_driver("cuMemGetInfo")
             raise DriverError(
@@ -393,7 +395,9 @@ class DeviceShares:
             return False
         with contextlib.ExitStack() as undo:
             try:
-                handle = call_driver("cuMemCreate", self._granule, self._properties(kind), 0)
+                handle = call_driver(
+                    "cuMemCreate", self._granule, self._allocation_properties(kind), 0
+                )
                 undo.callback(call_driver, "cuMemRelease", handle)
                 exported = self._export(handle, kind)
                 again = call_driver("cuMemImportFromShareableHandle", exported.getPtr(), kind)
@@ -402,7 +406,7 @@ class DeviceShares:
                 return False  # no IMEX channel; file descriptors still work
         return True
 
-    def _properties(self, kind: Any) -> Any:
+    def _allocation_properties(self, kind: Any) -> Any:
         api = load_driver()
         properties = api.CUmemAllocationProp()
         properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -412,7 +416,7 @@ class DeviceShares:
         return properties
 
     @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
+    def _activate_context(self) -> Iterator[None]:
         """Make this GPU's CUDA context current, with a relaxed capture mode."""
         with relaxed_capture(self._torch_device):
             call_driver("cuCtxPushCurrent", self._context)

@@ -105,7 +105,7 @@ class Agreement:
         """
         self._rank = control.rank
         self._size = control.size
-        self._name = control.name
+        self._name = control.format_rank
         self._processes = processes
         self._owner = os.getpid()
         self._round = 0

@@ -138,15 +138,15 @@ class ControlPlane:
         self._broken = None
 
     def leave(self, reason: str) -> None:
-        """Raise `reason` in calls until `resume`, here and on peers that wait for this rank."""
+        """Make calls raise `reason` until `resume`, also those of peers that wait for this rank."""
         self._broken = self._broken or reason
         self._notify({"recovery_id": self._recovery_id, "fail": sanitize_text(reason)})
 
     def interrupt(self, ranks: Collection[int], reason: str) -> None:
-        """Raise `reason` on these ranks if they wait in a call, whatever rank they wait for."""
+        """Raise `reason` on `ranks` if they are in a call, even if they wait for other ranks."""
         self._notify({"recovery_id": self._recovery_id, "fail": sanitize_text(reason)}, ranks)
 
-    def name(self, rank: int) -> str:
+    def format_rank(self, rank: int) -> str:
         """Return a rank with its process id, if known, for errors."""
         return f"rank {rank} (pid {self.pids[rank]})" if self.pids[rank] else f"rank {rank}"
 
@@ -188,7 +188,9 @@ class ControlPlane:
         """Raise the last error that a disconnected peer reported."""
         while (message := self.receive(rank, op)) is not None:
             message.close_fd()
-        self.fail(f"{self.name(rank)} broke the protocol in {op}: it stopped reading messages")
+        self.fail(
+            f"{self.format_rank(rank)} broke the protocol in {op}: it stopped reading messages"
+        )
 
     def close(self, reason: str | None = None) -> None:
         """See `Control.close`. Peers that wait for this rank now or later raise `reason`."""
@@ -224,13 +226,13 @@ class ControlPlane:
                     message = self.receive(rank, op)
                     if message is not None:
                         received[rank] = message
-                        self._check(rank, message, op, fd is None)
+                        self._check_message(rank, message, op, fd is None)
                 waiting = sorted((set(self.peers) - set(received)) | unsent)
                 if not waiting:
-                    self._raise_failure_of(op)
+                    self._raise_peer_failure(op)
                     return received
                 if time.monotonic() >= deadline:
-                    self.fail(self._late(waiting, received, op, timeout))
+                    self.fail(self._describe_late(waiting, received, op, timeout))
                 if (waited := reminder.due()) is not None:
                     self._log_wait(waiting, received, op, waited, timeout)
                 poller = select.poll()
@@ -251,7 +253,7 @@ class ControlPlane:
         except Disconnected:
             self.raise_peer_error(rank, op)
         except OSError as error:
-            self.fail(f"cannot send {self.name(rank)} its part of {op}: {error}")
+            self.fail(f"cannot send {self.format_rank(rank)} its part of {op}: {error}")
 
     def receive(self, rank: int, op: str) -> Message | None:
         """Return the peer's next message since the last recovery, or None if none has arrived.
@@ -272,18 +274,18 @@ class ControlPlane:
                     return message
                 message.close_fd()
                 if "bye" in body:
-                    self.fail(self._farewell(rank, body["bye"], op))
+                    self.fail(self._describe_leave(rank, body["bye"], op))
                 if body.get("recovery_id") == self._recovery_id:
                     self.fail(sanitize_text(body["fail"]))
         except Disconnected:
-            self.fail(self._broken or f"{self.name(rank)} died while the group was in {op}")
+            self.fail(self._broken or f"{self.format_rank(rank)} died while the group was in {op}")
         except DescriptorLimit as error:
-            self.fail(f"{self.name(self.rank)} cannot receive its part of {op}: {error}")
+            self.fail(f"{self.format_rank(self.rank)} cannot receive its part of {op}: {error}")
         except (MalformedMessage, OSError) as error:
-            self.fail(f"{self.name(rank)} broke the protocol in {op}: {error}")
+            self.fail(f"{self.format_rank(rank)} broke the protocol in {op}: {error}")
         return None
 
-    def _raise_failure_of(self, op: str) -> None:
+    def _raise_peer_failure(self, op: str) -> None:
         """Raise the error of a peer that sent its part of this call and then gave up waiting.
 
         A peer that fails in a later call has received all parts of this call.
@@ -317,42 +319,45 @@ class ControlPlane:
         timeout: float,
     ) -> None:
         missing = [rank for rank in waiting if rank not in messages]
-        places = self.describe_activity(missing, self.current_call)
-        names = [f"{self.name(rank)} {places.get(rank, '')}".strip() for rank in missing or waiting]
+        states = self.describe_activity(missing, self.current_call)
+        names = [
+            f"{self.format_rank(rank)} {states.get(rank, '')}".strip()
+            for rank in missing or waiting
+        ]
         action = "enter it" if missing else "read its part of it"
         _log.warning(
             "rank %d has waited %.0f s of at most %g s in %s for ranks to %s: %s",
             *(self.rank, waited, timeout, op, action, "; ".join(names)),
         )
 
-    def _late(
+    def _describe_late(
         self, waiting: list[int], messages: dict[int, Message], op: str, timeout: float
     ) -> str:
-        missing = [self.name(rank) for rank in waiting if rank not in messages]
+        missing = [self.format_rank(rank) for rank in waiting if rank not in messages]
         if missing:
             return f"{', '.join(missing)} did not enter {op} within {timeout:g} s"
-        names = ", ".join(map(self.name, waiting))
+        names = ", ".join(map(self.format_rank, waiting))
         return f"{names} did not read its part of {op} within {timeout:g} s"
 
-    def _check(self, rank: int, message: Message, op: str, value: bool) -> None:
-        body = message.body
+    def _check_message(self, rank: int, message: Message, op: str, has_value: bool) -> None:
+        body, name = message.body, self.format_rank(rank)
         if body.get("op") != op or body.get("n") != self._sequence:
             theirs = f"{sanitize_text(body.get('op'))} (call {sanitize_text(body.get('n'))})"
             self.fail(
-                f"rank {self.rank} is in {op} (call {self._sequence}) and {self.name(rank)} is in "
-                f"{theirs}: every rank must make the same calls in the same order"
+                f"rank {self.rank} is in {op} (call {self._sequence}) and {name} is in {theirs}: "
+                "every rank must make the same calls in the same order"
             )
-        if ("value" in body, message.fd is None) != (value, value):
-            expected, other = ("a value", "a descriptor") if value else ("a descriptor", "a value")
-            self.fail(
-                f"{self.name(rank)} broke the protocol in {op}: it sent {other}, not {expected}"
-            )
+        if ("value" in body, message.fd is None) != (has_value, has_value):
+            expected, other = "a value", "a descriptor"
+            if not has_value:
+                expected, other = other, expected
+            self.fail(f"{name} broke the protocol in {op}: it sent {other}, not {expected}")
 
-    def _farewell(self, rank: int, reason: Any, op: str) -> str:
+    def _describe_leave(self, rank: int, reason: Any, op: str) -> str:
         if reason is None:
-            return f"{self.name(rank)} closed its group while the others were in {op}"
+            return f"{self.format_rank(rank)} closed its group while the others were in {op}"
         text = sanitize_text(reason)
-        return f"{self.name(rank)} left the group while the others were in {op}: {text}"
+        return f"{self.format_rank(rank)} left the group while the others were in {op}: {text}"
 
     def _notify(self, body: JSON, ranks: Collection[int] | None = None) -> None:
         for rank, connection in self.peers.items():
@@ -362,7 +367,7 @@ class ControlPlane:
                 send(connection, encode(body))
 
     def check_process(self) -> None:
-        """Raise OutOfOrder in a forked child, whose messages peers would take for this rank's."""
+        """Raise OutOfOrder in a forked child, which shares this rank's sockets."""
         if os.getpid() != self._owner:
             raise OutOfOrder(
                 f"the group belongs to process {self._owner} and was used in its forked child "

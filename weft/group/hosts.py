@@ -102,8 +102,8 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
         parsed = None if device is None else torch.device(device)
     except RuntimeError as error:
         raise InvalidArgument(
-            f'device is {format_value(device)}: weft runs on "cpu" and "cuda", or "cuda:0" and so '
-            "on"
+            f'device is {format_value(device)}: weft supports "cpu", "cuda" and "cuda:0", "cuda:1" '
+            "..."
         ) from error
     if parsed is None and not torch.cuda.is_available():
         return torch.device("cpu")
@@ -117,7 +117,7 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     if parsed is None or without_index:
         return torch.device("cuda", torch.cuda.current_device())
     if parsed.type not in ("cpu", "cuda"):
-        raise InvalidArgument(f'device is {format_value(device)}: weft runs on "cpu" and "cuda"')
+        raise InvalidArgument(f'device is {format_value(device)}: weft supports "cpu" and "cuda"')
     return parsed
 
 
@@ -174,7 +174,7 @@ def connect_machine(
 
 
 def _check_one_machine(reports: list[Any]) -> None:
-    """Raise RendezvousFailed, equal on every rank, unless the ranks share memory and sockets."""
+    """Raise the same RendezvousFailed on every rank unless all ranks are on one machine."""
     _check_reports(reports, ("host", "boot", "network"))
     first = reports[0]
     for rank, report in enumerate(reports):

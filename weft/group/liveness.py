@@ -86,7 +86,7 @@ class Liveness:
 
     def _watch(self) -> None:
         poller = select.poll()
-        ranks = {fd: rank for each in (self._fds, self._pipes) for rank, fd in each.items()}
+        ranks = {fd: rank for fds in (self._fds, self._pipes) for rank, fd in fds.items()}
         for fd in (self._own_pipe[0], *ranks):
             poller.register(fd, select.POLLIN)
         reported: set[int] = set()
@@ -95,8 +95,8 @@ class Liveness:
             fd, events = next(iter(ready.items()))
             poller.unregister(fd)
             rank = ranks[fd]
-            has_left = fd == self._pipes.get(rank) and events & select.POLLIN
-            if not has_left and rank not in reported:
+            closed_group = fd == self._pipes.get(rank) and events & select.POLLIN
+            if not closed_group and rank not in reported:
                 reported.add(rank)
                 self._on_end(rank)
         for fd in (*ranks, *self._own_pipe):

@@ -91,7 +91,7 @@ class Meeting:
             try:
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 listener.setblocking(False)
-                listener.bind(meeting._name)
+                listener.bind(meeting._socket_name)
                 listener.listen(socket.SOMAXCONN)
             except OSError as error:
                 raise RendezvousFailed(
@@ -121,7 +121,7 @@ class Meeting:
         return cls(int(match[1]), bytes.fromhex(match[2]))
 
     @property
-    def _name(self) -> str:
+    def _socket_name(self) -> str:
         # Visible to every process on this host, so it must not reveal the nonce.
         return f"\0weft-{hashlib.sha256(self.nonce).hexdigest()[:32]}"
 
@@ -137,7 +137,7 @@ class Meeting:
             # With a timeout the kernel wakes connect as soon as the queue has a free entry.
             limit = struct.pack("ll", 0, int(_CONNECT_SECONDS * 1e6))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            connection.connect(self._name)
+            connection.connect(self._socket_name)
             connection.setblocking(False)
             pid, uid = peer_credentials(connection)
             if pid == 0 and not _is_connected(connection):  # a signal interrupted connect
@@ -316,7 +316,7 @@ class _Hub:
             while missing := sorted(set(control.peers) - self.connected):
                 self._log_wait("to receive the sockets to the others", missing, timeout)
                 if time.monotonic() >= deadline:
-                    names = ", ".join(map(control.name, missing))
+                    names = ", ".join(map(control.format_rank, missing))
                     control.fail(f"{names} did not receive the sockets to the others in time")
                 self._handle_event(deadline)
             for rank in control.peers:
@@ -420,7 +420,7 @@ class _Hub:
         try:
             while not send(control.peers[rank], encode(body), fd):
                 if time.monotonic() >= deadline:
-                    control.fail(f"{control.name(rank)} did not receive its sockets in time")
+                    control.fail(f"{control.format_rank(rank)} did not receive its sockets in time")
                 time.sleep(_RETRY_SECONDS)
         except Disconnected:
             control.raise_peer_error(rank, _OP)
@@ -477,11 +477,13 @@ def _join_hub(
                 continue
         except Disconnected:
             peers.check_repeatedly()
-            control.fail(f"{control.name(hub)} died before all ranks had connected")
+            control.fail(f"{control.format_rank(hub)} died before all ranks had connected")
         except DescriptorLimit as error:
-            control.fail(f"{control.name(control.rank)} cannot receive its part of {_OP}: {error}")
+            control.fail(
+                f"{control.format_rank(control.rank)} cannot receive its part of {_OP}: {error}"
+            )
         except (MalformedMessage, OSError) as error:
-            control.fail(f"{control.name(hub)} broke the protocol in {_OP}: {error}")
+            control.fail(f"{control.format_rank(hub)} broke the protocol in {_OP}: {error}")
         if hub_ended:  # a forked child of it may hold the listener and the sockets open
             peers.check(others)
         if time.monotonic() >= deadline:

@@ -64,7 +64,7 @@ class Creation:
 
     @property
     def exists(self) -> bool:
-        """Whether the objects exist and the heaps are open."""
+        """Whether all objects exist and all heaps are open."""
         if self._ended or not (self._objects or self._heaps):
             return False
         heaps = [heap() for heap in self._heaps]
@@ -260,11 +260,11 @@ class Messages:
             for step in creation.steps:
                 step(self)
 
-    def record(self, step: Callable[[Messages], T], now: Callable[[], T] | None = None) -> T:
+    def record(self, step: Callable[[Messages], T], first_run: Callable[[], T] | None = None) -> T:
         """See `Group.record`."""
         creation, self._creation = self._creation, None
         try:
-            result = step(self) if now is None else now()
+            result = step(self) if first_run is None else first_run()
         finally:
             self._creation = creation
         if creation is not None:

@@ -49,7 +49,7 @@ def create_sealed_memfd(name: str, size: int) -> int:
 
 
 def check_sealed(rank: int, fd: int, size: int) -> None:
-    """Raise HandleUnsupported unless `fd` of a rank is a memfd as `create_sealed_memfd` returns."""
+    """Raise HandleUnsupported unless a rank's `fd` is a sealed memfd of `size` bytes."""
     actual = os.fstat(fd).st_size
     if actual != size:
         raise HandleUnsupported(
@@ -69,7 +69,7 @@ def check_sealed(rank: int, fd: int, size: int) -> None:
 
 
 def map_shared(fd: int, size: int, *, writable: bool) -> int:
-    """Map `fd` outside of forked children and return the address. Raises OSError."""
+    """Map `fd`, exclude it from forked children, and return the address. Raises OSError."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = map_memory(0, size, protection, mmap.MAP_SHARED, fd)
     exclude_from_fork(address, size)

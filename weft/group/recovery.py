@@ -78,11 +78,11 @@ class GroupRecovery:
             suspects |= member.suspected_ranks()
         deadline, rank = began + timeout, self._messages.rank
         if self._is_undecided and self._admit_newcomers(suspects, deadline):
-            self._require().control.leave(f"rank {rank} gave up waiting in replace")
-        membership = self._require()
+            self._require_membership().control.leave(f"rank {rank} gave up waiting in replace")
+        membership = self._require_membership()
         control = membership.control
         if suspects:  # a suspect may just wait for another rank in a message with a later deadline
-            control.interrupt(suspects, f"{control.name(rank)} left its calls to recover")
+            control.interrupt(suspects, f"{control.format_rank(rank)} left its calls to recover")
         while True:
             recovery_id, dead, _ = membership.agreement.decide(suspects, deadline)
             self._roster.remove(dead)
@@ -119,7 +119,7 @@ class GroupRecovery:
 
     def join(self, timeout: float) -> None:
         """Join the survivors in `replace`, as a new process. Collective."""
-        self._require()
+        self._require_membership()
         _check_joining(self._messages.gather("replace", None, timeout))
         self._messages.is_newcomer = True
 
@@ -162,7 +162,7 @@ class GroupRecovery:
         self, meeting: Meeting, dead: frozenset[int], timeout: float
     ) -> Membership:
         """Connect to the other survivors and to new processes for `dead`."""
-        membership, messages = self._require(), self._messages
+        membership, messages = self._require_membership(), self._messages
         with Peers() as peers:
             for rank in messages.living:
                 if rank != messages.rank:
@@ -190,7 +190,7 @@ class GroupRecovery:
         Returns whether they were admitted. A new process that dies may have connected to some of
         the survivors only. Raises RecoveryFailed.
         """
-        membership = self._require()
+        membership = self._require_membership()
         self._is_undecided = True
         decision = membership.agreement.decide(suspects, deadline, admit=self._fresh is not None)
         self._is_undecided = False
@@ -261,7 +261,7 @@ class GroupRecovery:
         control.describe_activity = roster.describe_activity
         return Membership(control, on_end, timeout)
 
-    def _require(self) -> Membership:
+    def _require_membership(self) -> Membership:
         """Return the membership, or raise if this group cannot recover."""
         if self.closed:
             raise OutOfOrder("the group is closed; create a new one")
@@ -282,7 +282,7 @@ class GroupRecovery:
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
         """Exclude other threads of this rank: peers cannot tell their messages apart."""
-        self._require()
+        self._require_membership()
         if not self._lock.acquire(blocking=False):
             raise OutOfOrder(
                 f"two threads of rank {self._messages.rank} recover one group concurrently; call "

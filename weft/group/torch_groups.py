@@ -139,7 +139,7 @@ class TorchControl:
         return [message["value"] for message in messages]
 
     def exchange_fds(self, fd: int, timeout: float) -> list[int | None]:
-        """Raise InvalidArgument: only Unix sockets pass descriptors."""
+        """Raise InvalidArgument, since torch.distributed cannot send descriptors."""
         raise InvalidArgument(
             "this group spans several machines, which cannot send each other file descriptors: use "
             "`group.local` if its host is one machine"

@@ -179,17 +179,17 @@ def receive(connection: socket.socket, *, trusted: bool = True) -> Message | Non
     except ConnectionResetError as error:
         raise Disconnected(str(error)) from error
     if not data:
-        _close(fd)
+        _close_fd(fd)
         raise Disconnected("end of stream")
     try:
         if data == _IN_MEMORY and fd is not None and trusted:
             memory, fd = fd, None
-            data = _read(memory)
+            data = _read_memfd(memory)
         body = decode(data)
         if not isinstance(body, dict):
             raise MalformedMessage(f"a message is {body!r:.40}, not an object")
     except MalformedMessage:
-        _close(fd)
+        _close_fd(fd)
         raise
     return Message(body, fd)
 
@@ -215,7 +215,7 @@ def _receive(connection: socket.socket) -> tuple[bytes, int | None]:
     return data, fds[0] if fds else None
 
 
-def _read(memory: int) -> bytes:
+def _read_memfd(memory: int) -> bytes:
     """Return the content of a memfd and close it. Raises MalformedMessage if it is too large."""
     limit = VALUE_LIMIT + SLACK
     try:
@@ -229,6 +229,6 @@ def _read(memory: int) -> bytes:
     return data
 
 
-def _close(fd: int | None) -> None:
+def _close_fd(fd: int | None) -> None:
     if fd is not None:
         os.close(fd)

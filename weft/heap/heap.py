@@ -153,8 +153,10 @@ class Heap:
             check_ints("shape", shape, *INT64),
             check_int("offset", offset, 0, MAX_BYTES),
         )
-        steps = _contiguous(shape) if stride is None else check_ints("stride", stride, *INT64)
-        extent = _extent(tuple(shape), steps) * dtype.itemsize
+        steps = (
+            _contiguous_strides(shape) if stride is None else check_ints("stride", stride, *INT64)
+        )
+        extent = _compute_extent(tuple(shape), steps) * dtype.itemsize
         if offset % dtype.itemsize != 0:
             raise InvalidArgument(
                 f"offset is {offset}, but elements of {dtype} have {dtype.itemsize} bytes: pass a "
@@ -341,7 +343,7 @@ def _free(shares: Shares, failures: list[Exception]) -> None:
         failures.append(error)
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     steps, step = [], 1
     for n in reversed(shape):
         steps.append(step)
@@ -349,7 +351,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(steps))
 
 
-def _extent(shape: tuple[int, ...], steps: tuple[int, ...]) -> int:
+def _compute_extent(shape: tuple[int, ...], steps: tuple[int, ...]) -> int:
     """Return the number of elements from the first to the last of a strided tensor."""
     if len(shape) != len(steps):
         raise InvalidArgument(f"stride {steps} and shape {shape} have different lengths")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Just-in-time compilation with NVRTC or the system's C++ compiler, a disk cache and a launcher.
 
-Importing this package does not need CUDA; `nvrtc`, `module` and `launch` load it at first use.
+Importing this package does not need CUDA: `nvrtc`, `module` and `launch` load it at first use.
 """
 
 from weft.jit.cache import Cache

@@ -3,9 +3,9 @@
 
 An entry is one file in a flat directory, `<key>.data`: a line of JSON with the key, the length and
 the digest of the content and a description, followed by the content. It is written under a
-temporary name and renamed, so that readers, which take no lock, see all of it or nothing.
+temporary name and renamed, so that readers, which acquire no lock, never see a partial entry.
 
-Cached code will be executed, so the cache loads nothing that another user could have written. Each
+Cached code will be executed, so the cache loads no file that another user could have written. Each
 use checks owner and mode of the entry, of the directory and of all its parents on open descriptors.
 An entry that fails this check, or whose content does not match its first line, is compiled again
 and replaced.
@@ -31,22 +31,22 @@ from typing import Any
 
 from weft.errors import SetupError
 
-# Increment this when entries of older versions must not be used although all inputs are equal.
+# Increment this if entries of older versions are invalid even when all inputs are equal.
 ABI = 3
 
 _log = logging.getLogger(__name__)
-# ABI 2 wrote .json files.
+# Includes .json files, which ABI 2 wrote.
 _CACHE_FILE = re.compile(r"\.?[0-9a-f]{64}\.(?:data|json|lock|\w+\.tmp)")
 _DESCRIPTION_LIMIT = 1 << 20  # bytes of an entry's first line
 _ENTRY_LIMIT = 1 << 30  # bytes of an entry; weft's largest entry is a few MiB
 _LOCK_POLL = 0.05  # seconds between two attempts to lock
-_ALL_IDS = 0xFFFFFFFF  # user ids that the initial user namespace maps
-# Errors of open() that mean that the entry is not a regular file that its owner can read.
-_NO_PLAIN_FILE = frozenset((errno.ELOOP, errno.EACCES, errno.ENXIO, errno.ENODEV))
+_ALL_IDS = 0xFFFFFFFF  # number of user ids that the initial user namespace maps
+# Errors of open() for an entry that is not a regular file that its owner can read.
+_NOT_A_FILE_ERRORS = frozenset((errno.ELOOP, errno.EACCES, errno.ENXIO, errno.ENODEV))
 
 
 def build_key(**parts: str | Sequence[str]) -> str:
-    """Return the key (64 hex digits) of an entry made from these named inputs."""
+    """Hash the named inputs of an entry to its key (64 hex digits)."""
     inputs = {name: part if isinstance(part, str) else list(part) for name, part in parts.items()}
     text = json.dumps({"abi": ABI, "parts": inputs}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -81,7 +81,7 @@ class Entry:
 
 
 class BadEntryError(Exception):
-    """A cache file is not used: another user could have written it, or it is damaged."""
+    """A cache file must not be used: another user could have written it, or it is damaged."""
 
 
 class Cache:
@@ -103,12 +103,12 @@ class Cache:
         with self._open_directory():
             pass
 
-    def file(self, key: str) -> Path:
+    def entry_path(self, key: str) -> Path:
         """Return the path of an entry."""
         return self.path / f"{key}.data"
 
     def fetch(self, key: str, build: Callable[[], bytes], meta: dict[str, Any]) -> bytes:
-        """Return the bytes of an entry, which one process builds while others wait.
+        """Return the content of an entry, which one process builds while others wait.
 
         If `build` raises, the next waiting process runs its own `build`.
 
@@ -117,6 +117,9 @@ class Cache:
             build: Returns the content.
             meta: Description of the entry: name, kind, arch and compiler. Stored after `build` has
                 returned, so `build` may add to it.
+
+        Returns:
+            The content.
 
         Raises:
             SetupError: the directory cannot be written, or another process held the lock longer
@@ -160,7 +163,7 @@ class Cache:
     def clear(self) -> int:
         """Remove every entry and return their number.
 
-        An entry that is being built is stored afterwards. Files that weft did not write are kept.
+        Entries that are being built are stored afterwards. Other files are not removed.
 
         Raises:
             SetupError: a file cannot be removed.
@@ -182,7 +185,7 @@ class Cache:
 
     @contextlib.contextmanager
     def _open_directory(self) -> Iterator[int]:
-        """Open the directory, check it and all its parents, and close it on exit."""
+        """Open the directory and check it and all its parents; close it on exit."""
         fd = open_private_directory(self.path, purpose="code from it would be run")
         try:
             yield fd
@@ -195,19 +198,19 @@ class Cache:
             return _read_entry(folder, key)[1]
         except FileNotFoundError:
             return None
-        except BadEntryError as bad:
+        except BadEntryError as error:
             if warn:
-                _log.warning("%s %s; it is compiled again", self.file(key), bad)
+                _log.warning("%s %s; compiling it again", self.entry_path(key), error)
             return None
         except OSError as error:
             raise SetupError(
-                f"cannot read {self.file(key)}: {error.strerror}; remove it, or set WEFT_CACHE to "
-                "another directory"
+                f"cannot read {self.entry_path(key)}: {error.strerror}; remove it, or set "
+                "WEFT_CACHE to another directory"
             ) from error
 
     def _write(self, folder: int, key: str, meta: dict[str, Any], data: bytes) -> None:
-        """Write an entry atomically, also with respect to crashes."""
-        described = {**meta, "key": key, "bytes": len(data), "digest": _digest(data)}
+        """Write an entry atomically, even if the process or the machine crashes."""
+        described = {**meta, "key": key, "bytes": len(data), "digest": _hash_content(data)}
         content = json.dumps(described).encode() + b"\n" + data
         name, temporary = f"{key}.data", f"{key}.{secrets.token_hex(8)}.tmp"
         try:
@@ -238,8 +241,8 @@ class Cache:
                 if time.monotonic() >= deadline:
                     raise SetupError(
                         f"waited {self.lock_timeout:g} s for another process to build {name!r}; "
-                        f"end that process if it hangs (fuser {self.path / file}): its lock goes "
-                        "with it"
+                        f"end that process if it hangs (fuser {self.path / file}), which releases "
+                        "its lock"
                     )
                 time.sleep(_LOCK_POLL)
         except OSError as error:
@@ -254,7 +257,7 @@ class Cache:
 
 
 def _try_lock(folder: int, name: str) -> int | None:
-    """Return the descriptor of a locked file, or None while another process holds the lock.
+    """Lock a file and return its descriptor, or None while another process holds the lock.
 
     A file that another user could open is replaced, because that user could hold the lock forever.
     """
@@ -262,7 +265,7 @@ def _try_lock(folder: int, name: str) -> int | None:
     try:
         lock = os.open(name, flags, 0o600, dir_fd=folder)
     except OSError as error:
-        if error.errno not in _NO_PLAIN_FILE:
+        if error.errno not in _NOT_A_FILE_ERRORS:
             raise
         os.unlink(name, dir_fd=folder)  # raises for a directory
         return None
@@ -297,8 +300,8 @@ def _read_entry(folder: int, key: str) -> tuple[dict[str, Any], bytes, os.stat_r
     try:
         fd = os.open(f"{key}.data", flags, dir_fd=folder)
     except OSError as error:
-        if error.errno in _NO_PLAIN_FILE:
-            raise BadEntryError(f"is no file that can be read ({error.strerror})") from error
+        if error.errno in _NOT_A_FILE_ERRORS:
+            raise BadEntryError(f"is not a readable file ({error.strerror})") from error
         raise
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
@@ -313,30 +316,30 @@ def _read_entry(folder: int, key: str) -> tuple[dict[str, Any], bytes, os.stat_r
         expected = meta["key"], meta["bytes"], meta["digest"]
         complete = {"name", "kind", "arch", "compiler"} <= meta.keys()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadEntryError("does not begin as an entry does") from error
-    if not complete or expected != (key, len(data), _digest(data)):
+        raise BadEntryError("does not begin with the line of an entry") from error
+    if not complete or expected != (key, len(data), _hash_content(data)):
         raise BadEntryError(
-            f"is damaged: {len(data)} bytes of digest {_digest(data)[:12]}, where "
-            f"{str(expected[1])[:20]} bytes of digest {str(expected[2])[:12]} were written"
+            f"is damaged: {len(data)} bytes with digest {_hash_content(data)[:12]}, expected "
+            f"{str(expected[1])[:20]} bytes with digest {str(expected[2])[:12]}"
         )
     return meta, data, status
 
 
-def _digest(data: bytes) -> str:
+def _hash_content(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
 def _find_fault(status: os.stat_result) -> str:
-    """Return why a cache file must not be used, or "" if it may.
+    """Return the reason why a cache file must not be used, or "".
 
     Hard links are rejected: another user could have created one to a file of this user.
     """
     if not stat.S_ISREG(status.st_mode):
-        return "is no regular file"
+        return "is not a regular file"
     if status.st_uid != os.geteuid():
         return f"belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
     if (mode := stat.S_IMODE(status.st_mode)) & 0o022:
-        return f"has mode {mode:04o}, so that others may write it"
+        return f"has mode {mode:04o}, so other users can write it"
     if status.st_nlink > 1:
         return f"has {status.st_nlink} names (hard links)"
     return ""
@@ -356,7 +359,7 @@ def _make_directory(path: Path) -> Path:
         return path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of symbolic links
         raise SetupError(
-            f"cannot make {path} for compiled code: {error}; "
+            f"cannot create {path} for compiled code: {error}; "
             "set WEFT_CACHE to a directory that you can write"
         ) from error
 
@@ -365,13 +368,13 @@ def open_private_directory(path: Path, *, purpose: str, variable: str = "WEFT_CA
     """Open a directory that only this user can write or replace, and return its descriptor.
 
     Every directory from the root on is opened relative to its parent and checked by its descriptor,
-    so a directory that is replaced meanwhile is checked, too. The directory itself must belong to
-    this user. Its parents must belong to this user or to root; others may write them only if the
-    sticky bit prevents renaming files of other users.
+    so that a concurrent replacement is detected. The directory itself must belong to this user. Its
+    parents must belong to this user or to root; other users may write them only if the sticky bit
+    prevents renaming files of other users.
 
     Args:
         path: Absolute path without symbolic links.
-        purpose: Why no other user may write it, for the error.
+        purpose: Reason why no other user may write it, for the error.
         variable: Environment variable that selects another directory.
 
     Raises:
@@ -379,14 +382,15 @@ def open_private_directory(path: Path, *, purpose: str, variable: str = "WEFT_CA
     """
     fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _check_directory(Path("/"), fd, last=len(path.parts) == 1, action=(purpose, variable))
+        is_last = len(path.parts) == 1
+        _check_directory(Path("/"), fd, purpose, variable, is_last=is_last)
         for depth, name in enumerate(path.parts[1:], start=2):
-            last, prefix = depth == len(path.parts), Path(*path.parts[:depth])
+            is_last, prefix = depth == len(path.parts), Path(*path.parts[:depth])
             flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            inner = os.open(name, flags | (os.O_RDONLY if last else os.O_PATH), dir_fd=fd)
+            inner = os.open(name, flags | (os.O_RDONLY if is_last else os.O_PATH), dir_fd=fd)
             os.close(fd)
             fd = inner
-            _check_directory(prefix, fd, last=last, action=(purpose, variable))
+            _check_directory(prefix, fd, purpose, variable, is_last=is_last)
     except OSError as error:
         os.close(fd)
         raise SetupError(
@@ -399,40 +403,35 @@ def open_private_directory(path: Path, *, purpose: str, variable: str = "WEFT_CA
     return fd
 
 
-def _check_directory(path: Path, fd: int, *, last: bool, action: tuple[str, str]) -> None:
-    """Raise SetupError unless a directory is safe.
-
-    last: whether it is the directory itself, not a parent.   doing: the purpose and the variable.
-    """
-    purpose, variable = action
+def _check_directory(path: Path, fd: int, purpose: str, variable: str, *, is_last: bool) -> None:
+    """Raise SetupError unless a directory, or a parent of it (not `is_last`), is safe."""
     status, user = os.fstat(fd), os.geteuid()
-    owners = {user} if last else {user, 0, *_unmapped_owners()}
+    owners = {user} if is_last else {user, 0, *_unmapped_owners()}
     if status.st_uid not in owners:
-        owner = "this user" if last else "this user or root"
+        owner = "this user" if is_last else "this user or root"
         raise SetupError(
             f"{path} belongs to user {status.st_uid}, this process runs as user {user}, and "
-            f"{purpose}; expected a directory of {owner}: set {variable} to one of your own, below "
-            "your home directory"
+            f"{purpose}; expected a directory of {owner}: set {variable} to a directory of yours, "
+            "below your home directory"
         )
     mode = stat.S_IMODE(status.st_mode)
-    if not mode & 0o022 or (not last and mode & stat.S_ISVTX):
+    if not mode & 0o022 or (not is_last and mode & stat.S_ISVTX):
         return
-    if last:
+    if is_last:
         raise SetupError(
-            f"{path} has mode {mode:04o}, so others may write code into it, and {purpose}; "
+            f"{path} has mode {mode:04o}, so other users can write code into it, and {purpose}; "
             f"expected 0700: chmod 700 {path}"
         )
     raise SetupError(
-        f"{path} has mode {mode:04o}, so others may put another directory in the place of the "
-        f"one below it, and {purpose}; chmod go-w {path}, or set {variable} to a directory "
-        "elsewhere"
+        f"{path} has mode {mode:04o}, so other users can replace the directory below it, and "
+        f"{purpose}; chmod go-w {path}, or set {variable} to a directory elsewhere"
     )
 
 
 def _unmapped_owners() -> set[int]:
-    """Return the overflow uid, which represents users that this user namespace does not map.
+    """Return the overflow uid, which stands for users that this user namespace does not map.
 
-    In a rootless container it is the owner of `/` and `/home`, which belong to the host's root.
+    In a rootless container it owns `/` and `/home`, which belong to the host's root.
     """
     try:
         ranges = Path("/proc/self/uid_map").read_text().split()

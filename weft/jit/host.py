@@ -37,9 +37,9 @@ _REMEDY = "install g++ or clang++ (Debian, Ubuntu: apt install g++), or set CXX 
 
 _loaded: dict[str, ctypes.CDLL] = {}  # libraries of this process by digest; never closed
 _loading = threading.Lock()
-_slashes = itertools.count(1)
+_slash_counts = itertools.count(1)
 
-# Round after each operation, as the kernels do: a fused multiply-add would round once for two.
+# Round after each operation, as the kernels do: a fused multiply-add rounds only once.
 HOST_OPTIONS = ("-ffp-contract=off",)
 
 
@@ -50,9 +50,9 @@ def compile_shared(
     options: Sequence[str] = (),
     cache: Cache | None = None,
 ) -> ctypes.CDLL:
-    """Return a generated entry as a loaded library, from the cache if it was compiled before.
+    """Compile a generated entry to a shared library and load it, from the cache if possible.
 
-    Calls release the GIL, so ranks that are threads can wait in them.
+    Calls of its functions release the GIL, so that ranks that are threads can block in them.
 
     Args:
         entry: C++20 with `extern "C"` functions; may include `<weft/device/header.cuh>` etc.
@@ -72,16 +72,16 @@ def compile_shared(
     except OSError as error:
         raise CompileError(
             f"{name!r} was compiled to {len(code)} bytes but cannot be loaded from memory: "
-            f"{error}; check whether a security policy (SELinux, vm.memfd_noexec=2) forbids code "
-            "in a memfd, and whether the compiler in CXX targets this machine"
+            f"{error}; check whether a security policy (SELinux, vm.memfd_noexec=2) forbids to "
+            "execute memfds, and whether the compiler in CXX targets this machine"
         ) from error
 
 
 def load_library(code: bytes, *, name: str) -> ctypes.CDLL:
     """Load a shared library from its bytes. Raises OSError.
 
-    The library is loaded from memory, so that the checked bytes are the ones that run; no file is
-    opened a second time. Equal bytes are loaded once.
+    The library is loaded from memory, so that exactly the checked bytes are executed. Equal bytes
+    are loaded once.
     """
     digest = hashlib.sha256(code).hexdigest()
     with _loading:
@@ -90,11 +90,11 @@ def load_library(code: bytes, *, name: str) -> ctypes.CDLL:
             with os.fdopen(fd, "wb") as file:
                 file.write(code)
                 file.flush()
-                # dlopen() identifies libraries by path, and descriptors are reused: the number of
-                # slashes makes the path unique.
-                path = f"/proc/self/fd{'/' * next(_slashes)}{fd}"
+                # dlopen() identifies libraries by path, and descriptor numbers are reused: the
+                # number of slashes makes the path unique.
+                path = f"/proc/self/fd{'/' * next(_slash_counts)}{fd}"
                 _loaded[digest] = ctypes.CDLL(path)
-        # Each caller gets its own object, because it sets the types of the functions.
+        # Each caller gets its own object, because callers set the types of the functions.
         return ctypes.CDLL(None, handle=_loaded[digest]._handle)
 
 
@@ -150,7 +150,7 @@ def compiler_identity(command: tuple[str, ...]) -> str:
     Raises:
         CompileError: `--version` fails.
     """
-    result = _run((*command, "--version"), timeout=30.0, cwd=None)
+    result = _run_command((*command, "--version"), timeout=30.0, cwd=None)
     if result.returncode != 0 or not result.stdout.strip():
         raise CompileError(
             f"{shlex.join(command)} --version failed with status {result.returncode}: "
@@ -163,8 +163,8 @@ def compiler_identity(command: tuple[str, ...]) -> str:
 def cpu_identity() -> str | None:
     """Return the model and a digest of the features of this CPU, or None if unknown.
 
-    Code compiled with `-march=native` may not run on another CPU, and several machines may share a
-    home directory with the cache, so the key of such code includes this.
+    The keys of code compiled with `-march=native` include it, since such code may not run on
+    another CPU, and several machines may share the cache in a home directory.
     """
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -174,8 +174,8 @@ def cpu_identity() -> str | None:
     for line in text.splitlines():
         label, _, value = line.partition(":")
         match label.strip():
-            case "model name" | "CPU implementer" | "CPU variant" | "CPU part" as which:
-                models.add(f"{which}={value.strip()}")
+            case "model name" | "CPU implementer" | "CPU variant" | "CPU part" as key:
+                models.add(f"{key}={value.strip()}")
             case "flags" | "Features":
                 features.update(value.split())
     if not models or not features:
@@ -187,7 +187,7 @@ def cpu_identity() -> str | None:
 def _build(entry: str, *, name: str, command: Sequence[str], flags: Sequence[str]) -> bytes:
     """Run the compiler in a temporary directory and return its output."""
     with tempfile.TemporaryDirectory(prefix="weft-") as scratch:
-        # Users who could replace the directory (TMPDIR) could replace the compiled code.
+        # A user who can replace the directory (TMPDIR) could replace the compiled code.
         purpose = "code that is compiled in it would be run"
         os.close(
             open_private_directory(Path(scratch).resolve(), purpose=purpose, variable="TMPDIR")
@@ -195,21 +195,21 @@ def _build(entry: str, *, name: str, command: Sequence[str], flags: Sequence[str
         output = Path(scratch, "out")
         file = f"{name}.cpp"  # a short relative name, so that the log reads `dispatch.cpp:3:5`
         Path(scratch, file).write_text(entry)
-        # Options follow the file, because the linker needs libraries after their users.
+        # Options follow the file, because the linker needs libraries after the objects using them.
         full = (*command, f"-I{INCLUDE_ROOT}", "-o", str(output), file, *flags)
-        result = _run(full, timeout=_TIMEOUT, cwd=scratch)
+        result = _run_command(full, timeout=_TIMEOUT, cwd=scratch)
         if result.returncode != 0 or not output.is_file():
             raise CompileError(
-                f"the C++ compiler refused {name!r} (status {result.returncode})\n"
+                f"the C++ compiler failed to compile {name!r} (status {result.returncode})\n"
                 f"command: {shlex.join(full)}\n{number_lines(entry)}\n"
                 f"{truncate_log(result.stdout + result.stderr)}\n"
                 "Fix the line that the log names; weft needs a C++20 compiler (g++ 11 or "
-                "clang++ 14 and newer; CXX chooses another)."
+                "clang++ 14 and newer; CXX selects another one)."
             )
         return output.read_bytes()
 
 
-def _run(
+def _run_command(
     command: Sequence[str], *, timeout: float, cwd: str | None
 ) -> subprocess.CompletedProcess[str]:
     try:
@@ -226,8 +226,8 @@ def _run(
         )
     except subprocess.TimeoutExpired as error:
         raise CompileError(
-            f"{shlex.join(command)} did not end within {timeout:g} s and was killed; "
-            "is this machine overloaded, or does CXX wait for input?"
+            f"{shlex.join(command)} did not end within {timeout:g} s and was killed; check whether "
+            "this machine is overloaded, or whether CXX waits for input"
         ) from error
     except OSError as error:
         raise CompileError(f"cannot run {shlex.join(command)}: {error}; {_REMEDY}") from error

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of a kernel with one struct argument, at the cost of one driver call."""
+"""Launches of kernels with one struct argument, each by a single driver call."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NoReturn
 
 from weft.cuda.driver import describe_status, load_driver
 from weft.errors import DriverError, InvalidArgument
@@ -14,22 +14,22 @@ _THREAD_LIMIT = 1024  # threads of a block, on every GPU so far
 
 
 class Launcher:
-    """Launches one kernel with a struct of arguments.
+    """Launch one kernel with a struct of arguments.
 
-    The constructor prepares everything that is constant between calls: the launch configuration, a
+    The constructor prepares all data that is constant between calls: the launch configuration, a
     private copy of the struct and the array of pointers that the driver reads. A call copies the
-    struct and enters the driver, which copies it again before the call returns. Calls must not
+    struct and calls the driver, which copies it again before the call returns. Calls must not
     overlap: each thread needs its own launcher.
 
     Args:
         function: Kernel to launch; its module must stay loaded.
         struct: ctypes mirror of the kernel's only argument.
-        programmatic: Let the kernel start before the previous one in its stream has finished
-            (programmatic dependent launch). The kernel must then synchronise where it needs to.
+        use_pdl: Whether the kernel may start before the previous one in its stream has finished
+            (programmatic dependent launch). The kernel must then synchronise itself.
         cluster: Cluster size in x; the grid must be a multiple of it.
 
     Raises:
-        InvalidArgument: struct and kernel argument differ in size.
+        InvalidArgument: the struct and the kernel's argument have different sizes.
         DriverError: cuda.bindings is missing.
     """
 
@@ -58,7 +58,7 @@ class Launcher:
         size = ctypes.sizeof(struct)
         if function.argument_bytes != size:
             raise InvalidArgument(
-                f"kernel {function.name!r} takes {function.argument_bytes} bytes, "
+                f"the argument of kernel {function.name!r} has {function.argument_bytes} bytes, "
                 f"{struct.__name__} has {size}; pass the mirror of the kernel's argument"
             )
         cuda = load_driver()
@@ -71,7 +71,7 @@ class Launcher:
         self._params_address = ctypes.addressof(self._params)
         self._handle = function.handle
         self._enter = cuda.cuLaunchKernelEx
-        self._config = _config(cuda, function.shared, use_pdl, cluster)
+        self._config = _build_config(cuda, function.shared, use_pdl, cluster)
         self._last: tuple[tuple[int, int, int], int, int] | None = None
 
     def __call__(
@@ -80,7 +80,7 @@ class Launcher:
         """Launch the kernel asynchronously.
 
         Args:
-            args: Instance of the struct; may be modified as soon as this returns.
+            args: Instance of the struct; the caller may modify it after the call.
             grid: Blocks in x, y and z.
             block: Threads per block.
             stream: Address of a CUstream.
@@ -89,23 +89,23 @@ class Launcher:
             InvalidArgument: `args` has another type, or a size is out of range.
             DriverError: the launch or an earlier kernel failed.
         """
-        # Hot path of every call.
+        # Hot path: avoid work here.
         if (grid, block, stream) != self._last:
             self._configure(grid, block, stream)
         if type(args) is not self._struct:
             raise InvalidArgument(
-                f"kernel {self.function.name!r} takes a {self._struct.__name__}, "
+                f"kernel {self.function.name!r} needs a {self._struct.__name__}, "
                 f"not a {type(args).__name__}"
             )
         ctypes.memmove(self._address, ctypes.addressof(args), self._size)
         status = self._enter(self._config, self._handle, self._params_address, 0)[0]
         if status != 0:
-            self._fail(status, grid, block, stream)
+            self._raise_error(status, grid, block, stream)
 
     def _configure(self, grid: tuple[int, int, int], block: int, stream: int) -> None:
         name = self.function.name
         if len(grid) != 3 or min(grid) < 1:
-            raise InvalidArgument(f"grid of {name!r} is {grid}; pass three counts of at least 1")
+            raise InvalidArgument(f"grid of {name!r} is {grid}; pass three numbers of at least 1")
         if not 1 <= block <= _THREAD_LIMIT:
             raise InvalidArgument(
                 f"block of {name!r} is {block}; pass 1 to {_THREAD_LIMIT} threads"
@@ -117,7 +117,9 @@ class Launcher:
         config.hStream = load_driver().CUstream(stream)
         self._last = (grid, block, stream)
 
-    def _fail(self, status: Any, grid: tuple[int, int, int], block: int, stream: int) -> None:
+    def _raise_error(
+        self, status: Any, grid: tuple[int, int, int], block: int, stream: int
+    ) -> NoReturn:
         raise DriverError(
             f"launching {self.function.name!r} with grid {grid}, block {block}, "
             f"{self.function.shared} bytes of dynamic shared memory, {self._size} bytes of "
@@ -125,8 +127,8 @@ class Launcher:
         )
 
 
-def _config(cuda: Any, shared: int, use_pdl: bool, cluster: int) -> Any:
-    """Return a CUlaunchConfig with the fields that are constant between calls."""
+def _build_config(cuda: Any, shared: int, use_pdl: bool, cluster: int) -> Any:
+    """Create a CUlaunchConfig with the fields that are constant between calls."""
     attributes = []
     if use_pdl:
         attribute = cuda.CUlaunchAttribute()

@@ -26,12 +26,12 @@ class Function:
     name: str
     handle: Any  # CUfunction
     shared: int  # dynamic shared memory per block in bytes
-    argument_bytes: int  # size of the one kernel argument
-    owner: object = None  # its module, kept alive with it
+    argument_bytes: int  # size of the kernel's only argument
+    owner: object = None  # its module, kept alive by this reference
 
 
 def cluster_attribute(cuda: Any, cluster: int) -> Any:
-    """Return the launch attribute of clusters of `cluster` blocks in x."""
+    """Create the launch attribute for clusters of `cluster` blocks in x."""
     attribute = cuda.CUlaunchAttribute()
     attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     size = attribute.value.clusterDim
@@ -55,18 +55,18 @@ class CudaModule:
         self.name = name
         context = require_context(f"loading {name!r}")
         self._code = _Code(image, context, name=name, permanent=permanent)
-        # A module that is garbage-collected has no functions left, because they refer to it. At
-        # exit the driver frees it.
+        # No function of a collected module exists, because functions reference it. At exit the
+        # driver frees it.
         if not permanent:
             weakref.finalize(self, self._code.free).atexit = False
         self._handles: dict[str, Any] = {}
-        self._shared: dict[str, int] = {}  # largest dynamic shared memory requested per kernel
+        self._shared: dict[str, int] = {}  # maximum dynamic shared memory requested per kernel
 
     def function(self, name: str, *, shared: int = 0) -> Function:
-        """Return a kernel, loaded and allowed to use `shared` bytes of dynamic shared memory.
+        """Load a kernel with a limit of `shared` bytes of dynamic shared memory.
 
-        The kernel is loaded now and not at its first launch: a lazy load waits until the GPU is
-        idle, which never happens while a kernel spins on the flag of a peer that is still loading.
+        The kernel is loaded here rather than at its first launch: a lazy load waits until the GPU
+        is idle, which deadlocks while a kernel spins on the flag of a peer that is still loading.
 
         Args:
             name: The `extern "C"` name.
@@ -77,7 +77,7 @@ class CudaModule:
             DriverError: the kernel is unknown, or `shared` exceeds the GPU's limit.
             OutOfOrder: the module was unloaded.
         """
-        handle = self._handle(name)
+        handle = self._load_function(name)
         if shared > self._shared.get(name, 0):  # never lower the limit of an earlier caller
             which = load_driver().CUfunction_attribute
             static = call_driver(
@@ -89,28 +89,31 @@ class CudaModule:
                 handle,
                 which.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                 shared,
-                action=f"giving {name!r} {shared} bytes of dynamic shared memory (it has {static} "
-                f"static ones; a block may have {limit} in all)",
+                action=f"setting the dynamic shared memory of {name!r} to {shared} bytes (static: "
+                f"{static}, limit per block: {limit})",
             )
             self._shared[name] = shared
-        action = f"asking for the argument of {name!r}"
+        action = f"querying the argument of {name!r}"
         _, size = call_driver("cuFuncGetParamInfo", handle, 0, action=action)
         return Function(name, handle, shared, argument_bytes=size, owner=self)
 
     def occupancy(self, name: str, block: int, *, shared: int = 0) -> int:
-        """Return how many blocks of `block` threads and `shared` dynamic bytes fit on one SM.
+        """Return the number of blocks of `block` threads that fit on one SM.
+
+        Each block uses `shared` bytes of dynamic shared memory.
 
         Raises DriverError or OutOfOrder.
         """
         handle = self.function(name, shared=shared).handle
-        action = f"occupancy of {name!r} with {block} threads and {shared} bytes a block"
+        action = f"querying the occupancy of {name!r} ({block} threads, {shared} bytes per block)"
         query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
         return int(call_driver(query, handle, block, shared, action=action))
 
     def get_max_active_clusters(self, name: str, block: int, cluster: int) -> int:
-        """Return how many clusters of `cluster` blocks of `block` threads fit on the GPU at once.
+        """Return the number of clusters of `cluster` blocks that can run concurrently.
 
-        Returns 0 if the GPU cannot form such clusters. Raises DriverError or OutOfOrder.
+        Blocks have `block` threads. Returns 0 if the GPU does not support such clusters. Raises
+        DriverError or OutOfOrder.
         """
         handle, cuda = self.function(name).handle, load_driver()
         config = cuda.CUlaunchConfig()
@@ -128,10 +131,10 @@ class CudaModule:
         return int(count)
 
     def global_bytes(self, name: str) -> bytes:
-        """Return a copy of a `__device__` or `__constant__` variable without waiting for kernels.
+        """Copy a `__device__` or `__constant__` variable without waiting for kernels.
 
-        The copy uses a new non-blocking stream: the legacy default stream is an error while a
-        stream that blocks with it is captured. Raises DriverError or OutOfOrder.
+        The copy uses a new non-blocking stream: use of the legacy default stream is an error while
+        a stream that blocks with it is captured. Raises DriverError or OutOfOrder.
         """
         self._check_loaded()
         action = f"reading variable {name!r} of {self.name!r}"
@@ -159,14 +162,14 @@ class CudaModule:
             after: Another CUstream to wait for, unless it is being captured.
 
         Raises:
-            DriverError: a step failed, for example because of an earlier kernel; all steps are
-                attempted.
+            DriverError: a step failed, for example because of an earlier kernel. All steps have
+                been tried.
         """
         self._handles.clear()
         self._shared.clear()
         self._code.free(after)
 
-    def _handle(self, name: str) -> Any:
+    def _load_function(self, name: str) -> Any:
         self._check_loaded()
         if name not in self._handles:
             action = f"loading kernel {name!r} of {self.name!r}"
@@ -183,7 +186,7 @@ class CudaModule:
 
 
 class _Code:
-    """The code of a CudaModule, which a finalizer frees after the module object.
+    """Loaded code of a CudaModule, freed by a finalizer when the module is collected.
 
     Permanent code needs no fence (`weft.cuda.driver.allocate_fence`) to wait for its kernels.
     """
@@ -222,7 +225,7 @@ class _Code:
             call_driver("cuMemFree", memory, action=f"waiting for the kernels of {self._name!r}")
 
     def _wait_for(self, stream: Any) -> None:
-        """Wait for a stream unless it is being captured, because waiting would break the capture.
+        """Wait for a stream unless it is being captured: the wait would invalidate the capture.
 
         For the default stream, the driver reports whether a stream that blocks with it is captured.
         """
@@ -237,7 +240,7 @@ class _Code:
 
 
 def require_context(action: str) -> Any:
-    """Return this thread's current CUDA context, in practice torch's.
+    """Return this thread's current CUDA context, usually that of torch.
 
     Raises:
         DriverError: there is no current context or no NVIDIA driver.
@@ -257,7 +260,7 @@ def current_arch() -> str:
 
     Raises DriverError without a current context.
     """
-    require_context("asking for the GPU's architecture")
+    require_context("querying the GPU's architecture")
     major = _device_attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR")
     minor = _device_attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR")
     # From Hopper on, "a" enables architecture-specific instructions (wgmma, tcgen05).

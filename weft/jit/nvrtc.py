@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation of CUDA C++ to cubins with NVRTC; needs no GPU, driver or toolkit."""
+"""Compilation of CUDA C++ to cubins with NVRTC, without a GPU, driver or CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compile_cubin(
     options: Sequence[str] = (),
     cache: Cache | None = None,
 ) -> bytes:
-    """Return the cubin of a generated entry, from the cache if it was compiled before.
+    """Compile a generated entry to a cubin, from the cache if possible.
 
     Args:
         entry: CUDA C++20; weft's headers are included as `<weft/alltoall/dispatch.cuh>`.
@@ -40,7 +40,7 @@ def compile_cubin(
 
     Raises:
         InvalidArgument: the name or arch is invalid.
-        CompileError: NVRTC is missing or the compilation failed; shows the entry and the log.
+        CompileError: NVRTC is missing or the compilation failed. Has the entry and the log.
         SetupError: the cache cannot be used.
     """
     if not _ARCH.fullmatch(arch):
@@ -74,7 +74,7 @@ def nvrtc_version() -> str:
     Raises:
         CompileError: cuda.bindings or libnvrtc is missing, or NVRTC is too old.
     """
-    nvrtc = _bindings()
+    nvrtc = _load_bindings()
     try:
         result = nvrtc.nvrtcVersion()
     except (RuntimeError, OSError) as error:  # the binding loads libnvrtc at its first call
@@ -89,7 +89,7 @@ def nvrtc_version() -> str:
 
 
 @functools.cache
-def _bindings() -> Any:
+def _load_bindings() -> Any:
     try:
         return importlib.import_module("cuda.bindings.nvrtc")
     except ImportError as error:
@@ -100,7 +100,7 @@ def _bindings() -> Any:
 
 def _compile(entry: str, *, name: str, flags: Sequence[str]) -> tuple[bytes, str]:
     """Return (cubin, log) of one translation unit."""
-    nvrtc = _bindings()
+    nvrtc = _load_bindings()
     program = _check_value(
         nvrtc,
         nvrtc.nvrtcCreateProgram(entry.encode(), f"{name}.cu".encode(), 0, None, None),
@@ -117,7 +117,7 @@ def _compile(entry: str, *, name: str, flags: Sequence[str]) -> tuple[bytes, str
         text = truncate_log(log.decode(errors="replace")) if log.strip(b"\0 \n") else ""
         if int(status) != 0:
             raise CompileError(
-                f"{nvrtc_version()} refused {name!r} ({_describe_status(nvrtc, status)})\n"
+                f"{nvrtc_version()} failed to compile {name!r}: {_describe_status(nvrtc, status)}\n"
                 f"options: {' '.join(flags)}\n{number_lines(entry)}\n{text}\n"
                 "Line numbers refer to the entry above; fix it or the header that the log names."
             )

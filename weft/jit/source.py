@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header tree that generated sources include, and formatting of sources and logs in errors."""
+"""Headers of generated sources, and formatting of sources and logs for errors."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def header_digest() -> str:
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it can name a file. Raises InvalidArgument."""
+    """Return `name` if it is a valid file name. Raises InvalidArgument."""
     if not _NAME.fullmatch(name):
         raise InvalidArgument(
-            f"entry name {name!r} cannot name a file; use letters, digits, '_', '.' and '-', "
-            "at most 100"
+            f"entry name {name!r} is not a valid file name; use at most 100 letters, digits, '_', "
+            "'.' and '-'"
         )
     return name
 
@@ -48,7 +48,7 @@ def number_lines(source: str) -> str:
 
 
 def truncate_log(log: str) -> str:
-    """Return a compiler's log, truncated if it is very long."""
+    """Return a compiler's log, truncated to 16,000 characters."""
     log = log.replace("\0", "").strip()
     if len(log) <= _LOG_LIMIT:
         return log or "(the compiler printed nothing)"

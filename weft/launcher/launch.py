@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function on every rank of a group of this host."""
+"""The public `launch`: run a function on several ranks of this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft.shape import MAX_RANKS
 
 T = TypeVar("T")
 _DEVICES = ("cpu", "cuda", "threads")
-_GROUP_TIMEOUT = 120.0  # seconds, for the group's control messages
+_GROUP_TIMEOUT = 120.0  # seconds; upper bound of the group's timeout
 
 
 def launch(
@@ -39,9 +39,9 @@ def launch(
 ) -> list[T]:
     """Run `fn(group, *args)` on several ranks of this machine and return their results.
 
-    If a rank fails, the error names the rank that failed first, with its traceback; its exception
-    is the `__cause__`. Ranks that wait for it in weft end at once; the others have 10 s and are
-    then killed.
+    If a rank fails, the error has the rank that failed first and its traceback; the rank's
+    exception is the `__cause__`. Ranks that wait for it in weft end at once. The others are killed
+    after 10 s.
 
     Args:
         fn: Function that a new process can import. It returns plain values or CPU tensors.
@@ -49,17 +49,17 @@ def launch(
         ranks: Number of ranks.
         device: "cpu" (processes with one torch thread each), "cuda" (processes, rank i on GPU i
             modulo the number of GPUs) or "threads" (CPU ranks as threads of this process).
-        timeout: Seconds that all ranks may take.
-        tolerate_deaths: A process that dies after all have met does not end the others. Its
-            result is None.
+        timeout: Seconds until all ranks must have returned.
+        tolerate_deaths: Whether the other ranks continue if a process dies after the rendezvous.
+            The result of a dead rank is None.
 
     Returns:
         Results in rank order.
 
     Raises:
         InvalidArgument: a new process cannot import `fn`, or this process is itself a rank.
-        SetupError: this process may not open enough files, or is daemonic.
-        RankFailed: a rank raised, died or ran longer than `timeout` seconds.
+        SetupError: the limit of open files is too low, or this process is daemonic.
+        RankFailed: a rank raised, died or did not return within `timeout` seconds.
     """
     check_callable("fn", fn, "which every rank calls with its group and args")
     ranks = check_int("ranks", ranks, 1, MAX_RANKS)
@@ -68,9 +68,9 @@ def launch(
     check_bools(tolerate_deaths=tolerate_deaths)
     if device == "cuda" and torch.cuda.device_count() == 0:
         raise InvalidArgument('device is "cuda" and torch sees no GPU: use device="cpu"')
-    _check_launches()
+    _check_not_under_torchrun()
     if device != "threads":
-        _check_has_children()
+        _check_not_daemonic()
     work = b"" if device == "threads" else _pickle_call(fn, args)
     _check_open_files(ranks, device)
     meeting = Meeting.open()
@@ -90,30 +90,30 @@ def launch(
     return [report.value for report in reports]
 
 
-def _check_launches() -> None:
+def _check_not_under_torchrun() -> None:
     """Raise InvalidArgument in a rank of torchrun, since each rank would start a job."""
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is not None and size is not None:
         raise InvalidArgument(
             f"this process is rank {rank} of the {size} that torchrun (RANK, WORLD_SIZE) started, "
-            "and launch would start ranks of its own in each: call init_process_group and "
-            "weft.Group.from_torch() here, or run the script without torchrun"
+            "and launch would start more ranks in each of them: call init_process_group and "
+            "weft.Group.from_torch() instead, or run the script without torchrun"
         )
 
 
-def _check_has_children() -> None:
-    """Raise SetupError in a daemonic process, which multiprocessing refuses children."""
+def _check_not_daemonic() -> None:
+    """Raise SetupError in a daemonic process, which cannot start processes."""
     process = multiprocessing.current_process()
     if process.daemon:
         raise SetupError(
             f"this process, {process.name}, is daemonic (a worker of multiprocessing.Pool or of an "
-            "engine), and Python lets it start no ranks: start it with daemon=False, call launch "
+            "engine), so Python forbids it to start ranks: start it with daemon=False, call launch "
             'from the main process, or use device="threads"'
         )
 
 
 def count_open_files(ranks: int, device: str) -> int:
-    """Return the number of descriptors of a launch: sockets, pipes and shares in flight."""
+    """Return the number of file descriptors that a launch needs: sockets, pipes and shares."""
     return 16 + (2 * ranks * (ranks + 1) if device == "threads" else 4 * ranks)
 
 
@@ -124,8 +124,8 @@ def _check_open_files(ranks: int, device: str) -> None:
     used = len(os.listdir("/proc/self/fd"))
     if limit != resource.RLIM_INFINITY and used + needed > limit:
         raise SetupError(
-            f"{ranks} ranks take {needed} open files; this process has {used}, and its limit is "
-            f"{limit}: raise it (ulimit -n {max(1024, used + needed)}), or launch fewer ranks"
+            f"{ranks} ranks need {needed} open files; this process has {used} open, and its limit "
+            f"is {limit}: raise it (ulimit -n {max(1024, used + needed)}), or launch fewer ranks"
         )
 
 
@@ -134,19 +134,19 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         work = pickle.dumps((fn, args))
     except Exception as error:
         raise InvalidArgument(
-            f"{fn!r} and its arguments cannot be sent to another process ({error}): give a "
+            f"{fn!r} and its arguments cannot be sent to another process ({error}): pass a "
             'function at module level and plain arguments, or use device="threads"'
         ) from error
-    # A rank runs the script's file again, where it has one, and finds `fn` there by its name.
+    # A rank imports the script's file, if there is one, and gets `fn` from it by name.
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if main.__spec__ is None and (
         b"__main__" in work if file is None else not os.path.isfile(file)
     ):
         raise InvalidArgument(
-            f"{fn!r} is called from a notebook, stdin or -c, where a new process of a rank cannot "
-            "import it: move the function to a file and import it from there (and what reads "
-            'stdin, too), or use device="threads"'
+            f"{fn!r} is called from a notebook, stdin or -c, so the process of a rank cannot "
+            "import it: move the function to a file and import it from there, or use "
+            'device="threads"'
         )
     return work
 
@@ -161,13 +161,13 @@ def _run_threads(
 ) -> list[Report]:
     """Run every rank in a thread and return one report per rank.
 
-    A thread cannot be killed. At the deadline its group is broken, and it has a second to raise
-    that; then it is left running.
+    A thread cannot be killed. At the deadline the groups are aborted. A thread that has not ended
+    one second later continues to run.
     """
     groups: dict[int, Group] = {}
     finished: queue.SimpleQueue[Report] = queue.SimpleQueue()
 
-    def life(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         try:
             group = groups[rank] = Group.from_meeting(
                 meeting,
@@ -185,22 +185,22 @@ def _run_threads(
 
     deadline = time.monotonic() + timeout
     threads = [
-        threading.Thread(target=life, args=(rank,), name=f"weft-rank-{rank}", daemon=True)
+        threading.Thread(target=run_rank, args=(rank,), name=f"weft-rank-{rank}", daemon=True)
         for rank in range(ranks)
     ]
     for thread in threads:
         thread.start()
     reports = [Report(rank, "running") for rank in range(ranks)]
     waiting = set(range(ranks))
-    late: set[int] = set()  # ranks that only raise that their group was broken
-    broken = False
+    late: set[int] = set()  # ranks whose errors only result from the abort
+    aborted = False
     while waiting:
         try:
             report = finished.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            if broken:
+            if aborted:
                 break
-            broken = True
+            aborted = True
             if all(reports[rank].kind == "returned" for rank in set(range(ranks)) - waiting):
                 late = set(waiting)
             for group in list(groups.values()):
@@ -210,7 +210,7 @@ def _run_threads(
         waiting.remove(report.rank)
         if report.rank not in late:
             reports[report.rank] = report
-        if report.kind == "raised" and not broken:
+        if report.kind == "raised" and not aborted:
             grace = GRACE if report.rank in groups else GRACE_MEETING
             deadline = min(deadline, time.monotonic() + grace)
     for rank in set(range(ranks)) - waiting - late:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as processes: forked by a server that has imported torch, and ended without leftovers."""
+"""Ranks as processes, forked by a server that has imported torch, and their cleanup."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from weft.group.meeting import Meeting
 from weft.launcher.reports import Report, run_and_report
 
 GRACE = 10.0  # seconds for the other ranks to end after one failed
-GRACE_MEETING = 1.0  # the same while the ranks still meet: no function runs that needs time
+GRACE_MEETING = 1.0  # the same during the rendezvous, when no user function is running
 _PRELOAD = ["torch", "weft.public", "weft.launcher.processes"]
-_ENVIRON = threading.Lock()  # held while os.environ has the values of the fork server
+_ENVIRON = threading.Lock()  # held while os.environ has the fork server's values
 
 
-def _environment() -> dict[str, str]:
+def _copy_environment() -> dict[str, str]:
     with _ENVIRON:
         return dict(os.environ)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Input of every rank. `work` is the pickled function and arguments."""
+    """Arguments of a launch, sent to every rank. `work` is the pickled function and arguments."""
 
     work: bytes
     meeting: Meeting
@@ -47,14 +47,14 @@ class Job:
     device: str
     group_timeout: float
     tolerate_deaths: bool = False
-    environment: dict[str, str] = field(default_factory=_environment)
+    environment: dict[str, str] = field(default_factory=_copy_environment)
 
 
 @dataclass(slots=True)
 class _Rank:
     process: ForkServerProcess
     pipe: Connection
-    met: bool = False
+    connected: bool = False  # whether all ranks have connected, as this rank reported
     report: Report | None = None
 
 
@@ -65,32 +65,31 @@ def run_processes(job: Job, timeout: float) -> list[Report]:
     ranks: list[_Rank] = []
     try:
         for rank in range(job.ranks):
-            ranks.append(_start(context, job, rank))
+            ranks.append(_start_rank(context, job, rank))
         _watch(job, ranks, deadline)
         return [
-            each.report or Report(rank, "running", name="ended", timestamp=time.monotonic())
-            for rank, each in enumerate(ranks)
+            process.report or Report(rank, "running", name="ended", timestamp=time.monotonic())
+            for rank, process in enumerate(ranks)
         ]
     finally:
-        _end(ranks)
+        _terminate(ranks)
 
 
 def fork_server(more: Sequence[str] = ()) -> ForkServerContext:
-    """Return the fork server, which imports `_PRELOAD` and `more` when the first call starts it.
+    """Return the context of the fork server, which preloads `_PRELOAD` and `more` at its start.
 
-    They come from where this process finds modules. CPython runs the server as `python -c` and
-    ignores this process's sys.path meanwhile, so a `weft` in the working directory would be taken
-    before the installed one.
+    The server searches this process's sys.path. By default CPython runs it as `python -c` without
+    that path, so a `weft` in the working directory would take precedence over the installed one.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, *more])
-    there = {
+    overrides = {
         "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path),
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
     }
     with _ENVIRON:
-        before = {name: os.environ.get(name) for name in there}
-        os.environ.update(there)
+        before = {name: os.environ.get(name) for name in overrides}
+        os.environ.update(overrides)
         try:
             forkserver.ensure_running()
         finally:
@@ -101,11 +100,13 @@ def fork_server(more: Sequence[str] = ()) -> ForkServerContext:
     return context
 
 
-def _start(context: ForkServerContext, job: Job, rank: int) -> _Rank:
+def _start_rank(context: ForkServerContext, job: Job, rank: int) -> _Rank:
     reader, writer = context.Pipe(duplex=False)
     if rank != job.meeting.hub:  # only the hub gets the listener
         job = replace(job, meeting=Meeting.from_address(job.meeting.address))
-    process = context.Process(target=_child, args=(writer, job, rank), name=f"weft-rank-{rank}")
+    process = context.Process(
+        target=_run_in_process, args=(writer, job, rank), name=f"weft-rank-{rank}"
+    )
     try:
         process.start()
     except BaseException:
@@ -118,62 +119,61 @@ def _start(context: ForkServerContext, job: Job, rank: int) -> _Rank:
 
 def _watch(job: Job, ranks: Sequence[_Rank], deadline: float) -> None:
     """Collect reports until every rank has one, or until the deadline or the grace period."""
-    met = False  # whether all ranks have met; one report suffices
+    connected = False  # whether all ranks have connected; the report of one rank suffices
     while True:
-        waiting = {r: each for r, each in enumerate(ranks) if each.report is None}
+        waiting = {r: rank for r, rank in enumerate(ranks) if rank.report is None}
         left = deadline - time.monotonic()
         if not waiting or left <= 0:
             return
         by_handle: dict[Any, int] = {}
-        for r, each in waiting.items():
-            by_handle[each.pipe] = by_handle[each.process.sentinel] = r
+        for r, rank in waiting.items():
+            by_handle[rank.pipe] = by_handle[rank.process.sentinel] = r
         ready = multiprocessing.connection.wait(list(by_handle), timeout=left)
         for r in sorted({by_handle[handle] for handle in ready}):
             report = _read_report(r, ranks[r])
-            met = met or ranks[r].met
+            connected = connected or ranks[r].connected
             if report is None or report.kind == "returned":
                 continue
-            if report.kind == "died" and met and job.tolerate_deaths:
+            if report.kind == "died" and connected and job.tolerate_deaths:
                 continue
-            # After all have met, the others may be in their functions.
-            grace = GRACE if ranks[r].met else GRACE_MEETING
+            # After the rendezvous, the other ranks may be running the user's function.
+            grace = GRACE if ranks[r].connected else GRACE_MEETING
             deadline = min(deadline, time.monotonic() + grace)
-            if not ranks[r].met:
+            if not ranks[r].connected:
                 abort_rendezvous(job.meeting, r, report)
 
 
 def abort_rendezvous(meeting: Meeting, rank: int, report: Report) -> None:
-    """Report to the other ranks how one failed before all had met."""
-    if rank == meeting.hub:  # it can no longer report its failure itself
+    """Abort the rendezvous of the other ranks with the failure of `rank`."""
+    if rank == meeting.hub:  # the hub can no longer report its failure itself
         meeting.close(report.summary())
     else:
         meeting.abort(report.summary())
 
 
-def _read_report(rank: int, each: _Rank) -> Report | None:
+def _read_report(rank: int, state: _Rank) -> Report | None:
     """Return the report of a rank, or None. A rank that ended without a report has died."""
     try:
-        while each.report is None and each.pipe.poll():
-            message = each.pipe.recv_bytes()
-            if message == b"met":
-                each.met = True
+        while state.report is None and state.pipe.poll():
+            message = state.pipe.recv_bytes()
+            if message == b"connected":
+                state.connected = True
             else:
-                each.report = pickle.loads(message)
+                state.report = pickle.loads(message)
     except (EOFError, OSError):
-        each.process.join(1.0)  # the pipe ends a moment before the process
-    if each.report is None and each.process.exitcode is not None:
-        each.report = Report(
-            rank, "died", name="died", text=_describe_exit(each), timestamp=time.monotonic()
-        )
-    return each.report
+        state.process.join(1.0)  # the pipe closes shortly before the process ends
+    if state.report is None and state.process.exitcode is not None:
+        text = _describe_exit(state)
+        state.report = Report(rank, "died", name="died", text=text, timestamp=time.monotonic())
+    return state.report
 
 
 def _describe_exit(rank: _Rank) -> str:
     process, code = rank.process, rank.process.exitcode
     if code is None or code >= 0:
         text = f"process {process.pid} ended with exit code {code} before its function "
-        if rank.met:
-            return text + "returned: it ended itself (os._exit, or a library that does so)"
+        if rank.connected:
+            return text + "returned: it called os._exit, or a library did"
         return text + (
             'began; a script that calls launch needs `if __name__ == "__main__":` around the call'
         )
@@ -182,29 +182,29 @@ def _describe_exit(rank: _Rank) -> str:
     return f"process {process.pid} was ended by {name}{hint}"
 
 
-def _end(ranks: Sequence[_Rank]) -> None:
+def _terminate(ranks: Sequence[_Rank]) -> None:
     """Kill running processes, join all, and close the pipes."""
-    for each in ranks:
-        # A rank that has reported gets a moment to end by itself.
-        each.process.join(1.0 if each.report is not None else 0.0)
-        if each.process.exitcode is None:
-            each.process.kill()
-    for each in ranks:
-        each.process.join(10.0)
-        each.pipe.close()
-        if each.process.exitcode is not None:
-            each.process.close()
+    for rank in ranks:
+        # A rank that has sent its report may exit by itself.
+        rank.process.join(1.0 if rank.report is not None else 0.0)
+        if rank.process.exitcode is None:
+            rank.process.kill()
+    for rank in ranks:
+        rank.process.join(10.0)
+        rank.pipe.close()
+        if rank.process.exitcode is not None:
+            rank.process.close()
 
 
-def _child(pipe: Connection, job: Job, rank: int) -> None:
+def _run_in_process(pipe: Connection, job: Job, rank: int) -> None:
     """Run one rank in its process."""
     process = os.getpid()
-    threading.Thread(target=_end_with_launcher, name="weft-launcher", daemon=True).start()
-    os.environ.clear()  # the server has the environment of the first launch
+    threading.Thread(target=_exit_with_launcher, name="weft-launcher", daemon=True).start()
+    os.environ.clear()  # inherited from the server: the environment of the first launch
     os.environ.update(job.environment)
     try:
         logs.configure()
-        report = _work(pipe, job, rank)
+        report = _run_job(pipe, job, rank)
     except BaseException as error:
         report = Report.from_error(rank, error)
     if os.getpid() != process:  # a child that `fn` forked does not report for the rank
@@ -215,20 +215,20 @@ def _child(pipe: Connection, job: Job, rank: int) -> None:
         message = report.to_pickle()
     except BaseException as error:  # the result of `fn` cannot be pickled
         message = Report.from_error(rank, error).to_pickle()
-    with contextlib.suppress(BrokenPipeError):  # the launcher is gone
+    with contextlib.suppress(BrokenPipeError):  # the launcher has exited
         pipe.send_bytes(message)
     pipe.close()
 
 
-def _end_with_launcher() -> None:
-    """End this rank when the launcher ends; its parent is the fork server, which lives on."""
+def _exit_with_launcher() -> None:
+    """Kill this rank when the launcher exits; the fork server, its parent, keeps running."""
     launcher = multiprocessing.parent_process()
     if launcher is not None:
         multiprocessing.connection.wait([launcher.sentinel])
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _work(pipe: Connection, job: Job, rank: int) -> Report:
+def _run_job(pipe: Connection, job: Job, rank: int) -> Report:
     device = torch.device("cpu")
     if job.device == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -239,5 +239,5 @@ def _work(pipe: Connection, job: Job, rank: int) -> Report:
     group = Group.from_meeting(
         job.meeting, rank=rank, size=job.ranks, device=device, timeout=job.group_timeout
     )
-    pipe.send_bytes(b"met")
+    pipe.send_bytes(b"connected")
     return run_and_report(rank, group, lambda: fn(group, *args))

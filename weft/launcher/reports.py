@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of launched ranks, and the choice of the report that names the cause of a failure."""
+"""Reports of launched ranks, and the error that a launch raises for them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from weft.errors import (
 
 @dataclass(slots=True)
 class Report:
-    """How one rank ended.
+    """Outcome of one rank.
 
     Attributes:
-        when: Time in time.monotonic seconds, which all processes of a host share.
-        echo: How surely the error only repeats another rank's: 0 not at all, 1 perhaps, 2 surely.
-        blamed: Ranks that this rank waited for, as its error names them.
+        timestamp: Time of the outcome in time.monotonic seconds, which are equal for all processes.
+        echo: Whether the error only repeats another rank's: 0 for no, 1 for maybe, 2 for yes.
+        blamed_ranks: Ranks that the error names as the ones that this rank waited for.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class Report:
 
     @classmethod
     def from_error(cls, rank: int, error: BaseException) -> Report:
-        """Return the report of a rank whose function raised `error`."""
+        """Create the report of a rank whose function raised `error`."""
         trace = "".join(traceback.format_exception(error))
         return cls(
             rank,
@@ -76,9 +76,9 @@ class Report:
 def run_and_report(
     rank: int, group: AbstractContextManager[Any], body: Callable[[], Any]
 ) -> Report:
-    """Run `body` within `group` and report how it ended.
+    """Run `body` within `group` and return the report of its outcome.
 
-    The time is taken before the group informs the others, so no echo is earlier than its cause.
+    The timestamp precedes the close of the group, so that the errors of peers are later.
     """
     report: Report | None = None
     try:
@@ -95,37 +95,37 @@ def run_and_report(
 
 
 def _echo_level(error: BaseException, seen: frozenset[int] = frozenset()) -> int:
-    """Return how surely `error` only repeats another rank's, see `Report.echo`."""
+    """Return whether `error` only repeats another rank's error, as `Report.echo`."""
     if isinstance(error, GroupError | RendezvousFailed):
         return 2
     if isinstance(error, CreationFailed):
         return 2 if isinstance(error.__cause__, RendezvousFailed) else int(error.__cause__ is None)
-    # Errors that a function raised because of such an error, or while it handled one.
+    # The error may have been raised because of such an error, or while handling one.
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     seen |= {id(error)}
-    if before is None or id(before) in seen:  # an error may be its own cause: raise e from e
+    if before is None or id(before) in seen:  # an error may be its own cause (raise e from e)
         return 0
     return min(1, _echo_level(before, seen))
 
 
 def _named_ranks(rank: int, error: BaseException) -> tuple[int, ...]:
-    """Return the other ranks that `error` names if it reports that this rank's group broke.
+    """Return the other ranks that `error` names if this rank's group broke while it waited.
 
-    Every text of weft writes a rank as "rank 3". A GeometryMismatch blames no rank for a wait.
+    All errors of weft write a rank as "rank 3". A GeometryMismatch is not about a wait.
     """
-    waited = isinstance(error, GroupError | RendezvousFailed)
-    if not waited or isinstance(error, GeometryMismatch):
+    is_wait = isinstance(error, GroupError | RendezvousFailed)
+    if not is_wait or isinstance(error, GeometryMismatch):
         return ()
-    named = (int(each) for each in re.findall(r"\brank (\d{1,9})\b", str(error)))
-    return tuple(each for each in dict.fromkeys(named) if each != rank)
+    named = (int(number) for number in re.findall(r"\brank (\d{1,9})\b", str(error)))
+    return tuple(other for other in dict.fromkeys(named) if other != rank)
 
 
 def launch_error(reports: list[Report], ranks: int, timeout: float) -> RankFailed | None:
     """Return the error that a launch raises for its reports, or None if every rank returned.
 
-    It names one rank: first those that raised or died on their own, then those that name a rank
-    which had returned, then the first in time. The exception of that rank is the cause if it could
-    be pickled.
+    The error names one rank: preferably one that raised or died on its own, then one whose error
+    names a rank that had returned, then the first in time. The exception of that rank is the
+    `__cause__` if it could be pickled.
     """
     failed = [r for r in reports if r.kind in ("raised", "died")]
     running = [r.rank for r in reports if r.kind == "running"]
@@ -134,11 +134,11 @@ def launch_error(reports: list[Report], ranks: int, timeout: float) -> RankFaile
     if not failed:
         return RankFailed(
             f"rank {_join_ranks(running)} of {ranks} still ran after {timeout:g} s and was ended; "
-            "raise `timeout`, or look for what it waits for"
+            "raise `timeout`, or check what the rank waits for"
         )
     returned = {r.rank: r.timestamp for r in reports if r.kind == "returned"}
     missed = {
-        r.rank: [each for each in r.blamed_ranks if returned.get(each, r.timestamp) < r.timestamp]
+        r.rank: [rank for rank in r.blamed_ranks if returned.get(rank, r.timestamp) < r.timestamp]
         for r in failed
     }
     first = min(failed, key=lambda r: (r.echo, not missed[r.rank], r.timestamp))

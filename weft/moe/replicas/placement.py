@@ -209,7 +209,7 @@ def _parse_loads(loads: Sequence[float] | torch.Tensor) -> list[float]:
         raise_invalid("loads", loads, expected)
     else:
         values = loads
-    numbers = [check_float(f"loads[{i}]", value, least=0.0) for i, value in enumerate(values)]
+    numbers = [check_float(f"loads[{i}]", value, minimum=0.0) for i, value in enumerate(values)]
     if not 1 <= len(numbers) <= MAX_EXPERTS:
         raise InvalidArgument(f"loads has {len(numbers)} entries; it must have 1..{MAX_EXPERTS}")
     if not math.isfinite(sum(numbers)):
