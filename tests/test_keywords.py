@@ -51,7 +51,7 @@ def test_the_intended_name_is_suggested() -> None:
     with pytest.raises(
         TypeError,
         match=r"AllReduce\(\) has no argument max_token: did you mean "
-        r"'max_tokens'\? AllReduce\(\) takes group, max_tokens, hidden, dtype",
+        r"'max_tokens'\? AllReduce\(\) accepts group, max_tokens, hidden, dtype",
     ):
         weft.AllReduce(None, max_token=8, hidden=256)  # type: ignore
     with pytest.raises(BadCall, match=r"AllReduce\(\): missing a required argument: 'hidden'"):
