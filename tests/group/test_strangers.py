@@ -52,7 +52,7 @@ def test_a_wrong_nonce_is_reported(meeting):
         """A meeting of the same name with another job's nonce."""
 
         @property
-        def _name(self):
+        def _socket_name(self):
             return meeting._socket_name
 
     other = Other(0, bytes(32))
