@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import weft
 from weft.alltoall.kernels import (
     MAX_STRIPS,
-    STRIP,
+    STRIP_COLUMNS,
     cpu_program,
     plan_combine,
     plan_combine_fp8,
@@ -77,7 +77,7 @@ def test_a_map_counts_local_ids_in_global_order(owners):
 @pytest.mark.parametrize("plan", [plan_dispatch, plan_combine])
 @given(tokens=st.integers(0, 5000), vectors=st.integers(1, 4000), sms=st.integers(1, 160))
 def test_a_plan_covers_every_row_and_stays_resident(plan, tokens, vectors, sms):
-    p = plan(tokens, vectors, sms=sms, per_sm=lambda threads: 1024 // threads)
+    p = plan(tokens, vectors, sms=sms, get_ctas_per_sm=lambda threads: 1024 // threads)
     assert p.threads % 32 == 0
     assert 64 <= p.threads <= 512
     assert p.chunks * p.threads >= vectors  # none of these rows is beyond a grid
@@ -92,13 +92,13 @@ def test_a_plan_covers_every_row_and_stays_resident(plan, tokens, vectors, sms):
     blocks=st.integers(1, 200),
     sms=st.integers(1, 160),
     fit=st.integers(1, 8),
-    whole=st.booleans(),
+    uses_all_sms=st.booleans(),
 )
-def test_a_plan_of_fp8_has_room_for_all(tokens, slots, blocks, sms, fit, whole):
+def test_a_plan_of_fp8_has_room_for_all(tokens, slots, blocks, sms, fit, uses_all_sms):
     hidden = 128 * blocks
-    strips = -(-hidden // STRIP)
-    fits = {"sms": sms, "per_sm": lambda _: fit}
-    p = plan_combine_fp8(tokens, slots, hidden, **fits, whole=whole)
+    strips = -(-hidden // STRIP_COLUMNS)
+    fits = {"sms": sms, "get_ctas_per_sm": lambda _: fit}
+    p = plan_combine_fp8(tokens, slots, hidden, **fits, uses_all_sms=uses_all_sms)
     receivers = p.workers - 1 - p.pushers
     assert p.pushers >= 1
     assert receivers >= 1 or tokens == 0

@@ -47,9 +47,9 @@ def test_invalid_input_is_refused_on_the_host(group):
         many = torch.zeros((9, 16), dtype=torch.bfloat16, device=d)
         nine = torch.zeros((9, 2), dtype=torch.int32, device=d)
         refused(TokenOverflow, lambda: send(many, nine), "9 tokens", "max_tokens=8")
-        refused(OutOfOrder, a2a.combine, "combine out of turn", "expects dispatch")
+        refused(OutOfOrder, a2a.combine, "combine out of order", "expects dispatch")
         send(x, ids, w)
-        refused(OutOfOrder, lambda: send(x, ids), "3 tokens are away")
+        refused(OutOfOrder, lambda: send(x, ids), "3 tokens are dispatched")
         inside = a2a.output()[1, :3]
         refused(InvalidArgument, lambda: a2a.combine(out=inside), "out is in the symmetric memory")
         refused(InvalidArgument, lambda: a2a.combine(add=x[:2]), "add", "[2, 16]")

@@ -193,7 +193,7 @@ def layers(group: weft.Group) -> None:
     plain = [torch.ones((2, HIDDEN), dtype=torch.bfloat16), ids, weights]
     y = torch.zeros((RANKS, 2, HIDDEN), dtype=torch.bfloat16)
     first.dispatch(ids, plain, 2)
-    refused(OutOfOrder, lambda: second.dispatch(ids, plain, 2), "2 tokens are away")
+    refused(OutOfOrder, lambda: second.dispatch(ids, plain, 2), "2 tokens are dispatched")
     refused(OutOfOrder, lambda: second.combine(y, 2), "without a dispatch")
     first.combine(y, 2)
     play(second, PLAIN)

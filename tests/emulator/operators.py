@@ -19,7 +19,7 @@ from tests.headers import HEADER_BYTES, Header
 from tests.mutations import Mutation
 from weft.alltoall import kernels as alltoall
 from weft.alltoall.config import AllToAllConfig, Offsets
-from weft.alltoall.kernels import Plan
+from weft.alltoall.kernels import LaunchPlan
 from weft.grouping.config import GroupConfig
 from weft.grouping.kernels import COUNT_THREADS, result_entries
 from weft.lowlatency import kernels as lowlatency
@@ -27,13 +27,18 @@ from weft.lowlatency.config import LowLatencyShape
 from weft.runtime.kernels import Build, Kernels, split_entries
 from weft.shape import Shape
 
-FLAGS_ONLY = Plan(1, 1, 64)
+FLAGS_ONLY = LaunchPlan(1, 1, 64)
 # Launch shapes that rounds take in turn: workers, parts of a row, threads.
-DISPATCH = (Plan(3, 1, 32), Plan(1, 2, 64), Plan(2, 2, 32), Plan(1, 1, 96))
-COMBINE = (Plan(2, 2, 32), Plan(3, 1, 64), Plan(1, 1, 32), Plan(2, 1, 96))
+DISPATCH = (LaunchPlan(3, 1, 32), LaunchPlan(1, 2, 64), LaunchPlan(2, 2, 32), LaunchPlan(1, 1, 96))
+COMBINE = (LaunchPlan(2, 2, 32), LaunchPlan(3, 1, 64), LaunchPlan(1, 1, 32), LaunchPlan(2, 1, 96))
 # Also CTAs that push, and strips that a warp pushes at a time.
 COMBINE_FP8 = (
-    *(Plan(3, 1, 64, 1, 1), Plan(6, 1, 32, 3, 2), Plan(4, 1, 96, 2, 8), Plan(20, 1, 64, 12, 4)),
+    *(
+        LaunchPlan(3, 1, 64, 1, 1),
+        LaunchPlan(6, 1, 32, 3, 2),
+        LaunchPlan(4, 1, 96, 2, 8),
+        LaunchPlan(20, 1, 64, 12, 4),
+    ),
 )
 SMS, RESIDENT = 2, 8  # of the GPU of low-latency kernels: each of few CTAs does several units
 
@@ -65,7 +70,9 @@ class EmulatedAllToAll(Emulated):
         super().__init__(library)
         self._shape, self._rank, self._offsets = shape, rank, Offsets.from_shape(shape)
         self._suffix = f"_{rank % known_ranks(shape)}"
-        self.combines: tuple[Plan, ...] = COMBINE_FP8 if shape.combine == "push_fp8" else COMBINE
+        self.combines: tuple[LaunchPlan, ...] = (
+            COMBINE_FP8 if shape.combine == "push_fp8" else COMBINE
+        )
         self._turns = {"dispatch": itertools.count(rank), "combine": itertools.count(rank)}
         self._turn = dict.fromkeys(self._turns, 0)
         self.watch: Watch | None = None

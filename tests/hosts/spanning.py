@@ -17,7 +17,7 @@ from tests.ranks import Test, on_ranks
 from weft.errors import RendezvousFailed
 from weft.hosts.buffers import RailViews
 from weft.hosts.exchange import LowLatencyManyHosts, ManyHosts
-from weft.hosts.rail import Pending
+from weft.hosts.rail import PendingMessages
 
 # `make test` plays a few rounds of each kind; the rest runs when what it reads has changed.
 campaign = pytest.mark.slow
@@ -74,18 +74,18 @@ def tamper_with_rail(
     exchange, own = a2a._exchange, a2a.group.host
     assert isinstance(exchange, ManyHosts | LowLatencyManyHosts)
     rail = exchange._rail
-    start = rail._start
+    start = rail._start_messages
 
-    def started(pairs: Any) -> Pending:
+    def started(pairs: Any) -> PendingMessages:
         slots = next(each for each in rail._buffers._views.values() if each.messages is pairs)
         before = slots.counts[own].clone(), slots.ids[own].clone()
         tell(slots, own)
-        rail._finish(start(pairs))
+        rail._wait_for_messages(start(pairs))
         slots.counts[own], slots.ids[own] = before
-        return Pending([], [])
+        return PendingMessages([], [])
 
-    rail._start = started  # type: ignore[method-assign]
+    rail._start_messages = started  # type: ignore[method-assign]
     try:
         yield
     finally:
-        rail._start = start  # type: ignore[method-assign]
+        rail._start_messages = start  # type: ignore[method-assign]

@@ -197,7 +197,7 @@ def late(group: weft.Group) -> str:
         play(a2a, case)
         group.barrier()
         assert isinstance(a2a._exchange, ManyHosts)
-        a2a._exchange._rail._first_cause.report = lambda text: time.sleep(3.0)  # type: ignore[method-assign]
+        a2a._exchange._rail._first_error.report = lambda text: time.sleep(3.0)  # type: ignore[method-assign]
         if group.rank == 0:
             time.sleep(6.0)
             return "slept"

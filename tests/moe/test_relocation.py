@@ -147,7 +147,7 @@ def within_rounds(group: weft.Group, mode: str) -> None:
         expected, exchange = layer(x, logits), layer.exchange
         ids, weights = layer.route(logits)
         rows: Any = exchange.dispatch(x, ids, weights)
-        with pytest.raises(OutOfOrder, match="within a round"):
+        with pytest.raises(OutOfOrder, match="during a round"):
             layer.relocate(second)
         y = layer.experts(rows)
         if isinstance(exchange, weft.AllToAll):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AllToAll's dispatch and combine as operators of torch.library (runtime/library.py)."""
+"""AllToAll's dispatch and combine as torch custom ops (runtime/library.py)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weft.runtime.check import allow_fake_tensors, check_tensor
 from weft.runtime.library import TracedOperator, detach, lookup
 
 
-class TracedAllToAll(TracedOperator, Protocol):
-    """What the operators here use of an AllToAll."""
+class TraceableAllToAll(TracedOperator, Protocol):
+    """The attributes and methods of an AllToAll that the custom ops use."""
 
     @property
     def config(self) -> AllToAllConfig: ...
@@ -45,14 +45,14 @@ def _dispatch(
 @_dispatch.register_fake
 def _(*args: Any) -> None:
     payloads, topk_ids, topk_weights, num_tokens, stats, _, _, handle = args
-    owner: TracedAllToAll = lookup(handle)
+    owner: TraceableAllToAll = lookup(handle)
     config, device = owner.config, owner.group.device
     with allow_fake_tensors():
         config.check_dispatch(payloads, topk_ids, topk_weights, num_tokens, stats, device)
 
 
-# A separate operator, because a mutating operator may not return a list; it reads `order`, which
-# keeps it after dispatch. It returns copies, because a compiler may move a pointwise read of a view
+# A separate op, because a mutating op may not return a list. It reads `order`, so that it stays
+# after dispatch. It returns copies, because a compiler may move a pointwise read of a view
 # past combine, when peers overwrite the memory.
 @torch.library.custom_op("weft::received", mutates_args=())
 def _received(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
@@ -79,7 +79,7 @@ def _(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
 
 
 def _split_received(received: Received) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the tensors with slots `[ep_size, rows, ...]`, and the others."""
+    """Return the tensors `[ep_size, rows, ...]`, and those without rows."""
     stats = [] if received.stats is None else [received.stats]
     return [*received.payloads, received.ids, received.weights], [received.counts, *stats]
 
@@ -98,7 +98,7 @@ def _combine(
 @_combine.register_fake
 def _(*args: Any) -> None:
     y, out, add, _, handle = args
-    owner: TracedAllToAll = lookup(handle)
+    owner: TraceableAllToAll = lookup(handle)
     dtypes, device = (owner.dtype,), owner.group.device
     size = (None, owner.config.shape.hidden)  # the round determines the number of tokens
     check_tensor("out", out, shape=size, dtypes=dtypes, device=device)
@@ -111,7 +111,7 @@ def _(*args: Any) -> None:
 
 
 def dispatch(
-    owner: TracedAllToAll,
+    owner: TraceableAllToAll,
     payloads: tuple[torch.Tensor, ...],
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
@@ -130,7 +130,7 @@ def dispatch(
 
 
 def combine(
-    owner: TracedAllToAll,
+    owner: TraceableAllToAll,
     y: torch.Tensor | None,
     out: torch.Tensor | None,
     add: torch.Tensor | None,

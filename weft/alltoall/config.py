@@ -33,7 +33,7 @@ from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Describe one payload tensor: the shape of a token's row, and its dtype.
+    """Shape of a token's row, and dtype, of one payload tensor.
 
     `Payload((7168,), torch.float8_e4m3fn)` describes a tensor `[tokens, 7168]`.
 
@@ -115,30 +115,30 @@ class Offsets:
     @classmethod
     def from_shape(cls, shape: Shape) -> Offsets:
         """Return the offsets of a Shape."""
-        slots, by_choice = shape.ranks * shape.tokens, shape.combine == "gemm_push"
+        slots, uses_gemm_push = shape.ranks * shape.tokens, shape.combine == "gemm_push"
         counts = header_bytes(shape.ranks) + 2 * round_up(8 * shape.ranks)
         route = counts + round_up(4 * shape.ranks)
         route_bytes = 8 * shape.padded_top_k
-        at = route + round_up(slots * route_bytes)
+        offset = route + round_up(slots * route_bytes)
         planes, pitches = [], []
         for size in shape.row_bytes:
             pitch = round_up(size, 16)
-            planes.append(at)
+            planes.append(offset)
             pitches.append(pitch)
-            at += round_up(slots * pitch)
+            offset += round_up(slots * pitch)
         # An empty aligned C++ struct takes one line: the end of the recursion over planes together
         # with unused returned rows, unused statistics, and the outbox of gemm_push. At the end of
         # the share it takes a byte.
-        at += LINE
+        offset += LINE
         returned = round_up(shape.returned_rows * shape.returned_bytes)
-        stats = at + (returned or LINE)
-        outbox = at + returned + LINE
+        stats = offset + (returned or LINE)
+        outbox = offset + returned + LINE
         if shape.stats:
             outbox = stats + round_up(4 * shape.ranks * shape.stats)
-        destinations = outbox + (LINE if by_choice else round_up(slots * shape.out_bytes))
+        destinations = outbox + (LINE if uses_gemm_push else round_up(slots * shape.out_bytes))
         end = destinations + 4 * rank_words(shape.ranks) * shape.tokens
         share_bytes = round_up(end + 1)
-        if by_choice:
+        if uses_gemm_push:
             share_bytes = round_up(round_up(end) + 8 * shape.tokens * shape.padded_top_k)
         return cls(
             share_bytes=share_bytes,
@@ -148,7 +148,7 @@ class Offsets:
             planes=tuple(planes),
             pitches=tuple(pitches),
             stats=stats if shape.stats else 0,
-            returned=at if returned else 0,
+            returned=offset if returned else 0,
             outbox=outbox,
             destinations=destinations,
         )
@@ -163,12 +163,12 @@ class Offsets:
             "inbox.stats": self.stats,
             "inbox.returned": self.returned,
         }
-        for plane, at in enumerate(self.planes):
-            members["inbox.payload" + ".rest" * plane + ".first"] = at
+        for plane, offset in enumerate(self.planes):
+            members["inbox.payload" + ".rest" * plane + ".first"] = offset
         return [
             ("sizeof(weft::Share<S>)", self.share_bytes),
             ("sizeof(weft::Route<S>)", self.route_bytes),
-            *((cpp_offset("Share<S>", m), at) for m, at in members.items() if at),
+            *((cpp_offset("Share<S>", m), offset) for m, offset in members.items() if offset),
         ]
 
 
@@ -182,7 +182,7 @@ class AllToAllSpec(ExchangeSpec):
 
 @dataclass(frozen=True, slots=True)
 class AllToAllConfig(HostsConfig):
-    """Everything that ranks must agree on before they share memory.
+    """Sizes and options that must be equal on all ranks, and what follows from them.
 
     Attributes:
         shape: Sizes that are compiled into the kernels.
@@ -225,10 +225,10 @@ class AllToAllConfig(HostsConfig):
         ranks, num_experts, hidden = sizes["ranks"], sizes["experts"], sizes["hidden"]
         dtype = check_choice("dtype", spec.dtype, DTYPE_NAMES)
         quantize = check_choice("quantize", spec.quantize, (None, *SCALES))
-        mode = _combine_mode(spec.combine, spec.combine_dtype)
+        mode = _get_combine_mode(spec.combine, spec.combine_dtype)
         payloads = spec.payloads
         inputs = (Payload((hidden,), dtype),) if payloads is None else check_payloads(payloads)
-        delivered = _delivered_payloads(inputs, hidden, dtype, quantize)
+        delivered = _build_delivered_payloads(inputs, hidden, dtype, quantize)
         shape = Shape(
             **sizes,
             dtype=DTYPE_NAMES[dtype],
@@ -259,7 +259,7 @@ class AllToAllConfig(HostsConfig):
                 returns_fp8=mode == "push_fp8",
                 placement=placement,
             )
-            shape, planes = _shape_of_host(shape, span), tuple(range(len(delivered)))
+            shape, planes = _build_host_shape(shape, span), tuple(range(len(delivered)))
         return cls(
             shape=shape,
             offsets=Offsets.from_shape(shape),
@@ -341,7 +341,7 @@ class AllToAllConfig(HostsConfig):
         return rows
 
     def _check_stats(self, stats: torch.Tensor | None, device: torch.device) -> None:
-        """Require `stats` exactly if this all-to-all was built with statistics."""
+        """Raise InvalidArgument if `stats` does not match the statistics of this all-to-all."""
         size = self.stats
         if stats is None and size:
             raise InvalidArgument(
@@ -359,8 +359,8 @@ class AllToAllConfig(HostsConfig):
             check_tensor("stats", stats, shape=(size,), dtypes=int32, device=device, aligned=1)
 
 
-def _shape_of_host(shape: Shape, span: HostSpan) -> Shape:
-    """Return the Shape of one host's part: its experts, and the rows of all hosts' ranks.
+def _build_host_shape(shape: Shape, span: HostSpan) -> Shape:
+    """Return the Shape of one host's part, with its experts and the rows of all hosts' ranks.
 
     Rows are quantised before they reach the host, and each rank forwards the token counts that it
     received together with the statistics.
@@ -376,7 +376,7 @@ def _shape_of_host(shape: Shape, span: HostSpan) -> Shape:
     )
 
 
-def _combine_mode(combine: str | None, combine_dtype: str | None) -> str:
+def _get_combine_mode(combine: str | None, combine_dtype: str | None) -> str:
     """Return `Shape.combine` for the public arguments.
 
     Raises:
@@ -398,38 +398,36 @@ memory_bytes = build_share_bytes_function(AllToAllSpec, AllToAllConfig.from_spec
 
 
 def check_payloads(payloads: Sequence[Payload]) -> tuple[Payload, ...]:
-    """Return a caller's payloads after checking them.
+    """Check a caller's payloads and return them as a tuple.
 
     Raises:
         InvalidArgument: names the invalid payload.
     """
     if not isinstance(payloads, list | tuple):
-        raise_invalid("payloads", payloads, "a list of weft.Payload, or None for x alone")
+        raise_invalid("payloads", payloads, "a list of weft.Payload, or None for only x")
     if not 1 <= len(payloads) <= MAX_PLANES:
         raise InvalidArgument(
-            f"payloads has {len(payloads)} payload tensors; one dispatch carries 1..{MAX_PLANES}"
+            f"payloads has {len(payloads)} payload tensors; a dispatch supports 1..{MAX_PLANES}"
         )
     checked_payloads = []
     for plane, payload in enumerate(payloads):
         name = f"payloads[{plane}]"
         check_instance(
-            name, payload, Payload, "Payload((7168,), torch.bfloat16) has 7168 numbers a row"
+            name, payload, Payload, "Payload((7168,), torch.bfloat16) has rows of 7168 numbers"
         )
         dtype = check_instance(f"{name}.dtype", payload.dtype, torch.dtype)
         shape = check_instance(
-            f"{name}.shape", payload.shape, tuple, "a row's, after the token axis"
+            f"{name}.shape", payload.shape, tuple, "the shape of a row, without the token axis"
         )
         if dtype in QUANTIZED_DTYPES:
-            raise_invalid(
-                f"{name}.dtype", dtype, "one whose numbers need no scale beside their bytes"
-            )
+            raise_invalid(f"{name}.dtype", dtype, "a dtype without separate scales")
         checked_payloads.append(
             Payload(check_ints(f"{name}.shape", shape, 1, MAX_ROW_BYTES), dtype)
         )
     return tuple(checked_payloads)
 
 
-def _delivered_payloads(
+def _build_delivered_payloads(
     inputs: tuple[Payload, ...], hidden: int, dtype: torch.dtype, quantize: str | None
 ) -> tuple[Payload, ...]:
     """Return the delivered payloads: a quantised first one becomes FP8 values and scales."""

@@ -48,7 +48,7 @@ class LocalExchange:
         """Launch `dispatch` or `dispatch_send`.
 
         Args:
-            entry: Which of the two.
+            entry: Name of the entry.
             call: Identity of the dispatch.
             tensors: Payloads.
             topk_ids: As in `AllToAll.dispatch`.
@@ -80,7 +80,7 @@ class LocalExchange:
 
         Args:
             rows: Slots of each source.
-            tokens: Number of own tokens.
+            tokens: Number of this rank's tokens.
         """
         args = self._combine_args
         args.source_rows = rows
@@ -90,8 +90,8 @@ class LocalExchange:
         """Launch `combine` or `combine_receive`.
 
         Args:
-            entry: Which of the two.
-            out: Sums of the own tokens, `[tokens, hidden]`.
+            entry: Name of the entry.
+            out: Sums of this rank's tokens, `[tokens, hidden]`.
             add: Rows that are added to them.
             rows: Slots of each source.
         """

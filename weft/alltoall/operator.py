@@ -18,7 +18,7 @@ from weft.alltoall import compile as traced
 from weft.alltoall.config import AllToAllConfig, AllToAllSpec, Payload, memory_bytes
 from weft.alltoall.exchange import LocalExchange
 from weft.alltoall.kernels import load_kernels
-from weft.alltoall.received import Received, split_by_host, with_rows
+from weft.alltoall.received import Received, slice_rows, split_hosts
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap import Heap
@@ -42,7 +42,7 @@ MAX_VIEWS = 256  # cached views, by number of rows: one for each batch size of a
 
 
 class State(Enum):
-    """State of a round; the value names the calls that may follow."""
+    """State of a round. Each value lists the calls allowed next."""
 
     IDLE = "dispatch or dispatch_send"
     SENT = "dispatch_recv"
@@ -219,7 +219,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
             )
         rows = self.config.check_rows(rows, 0)
         if torch.compiler.is_dynamo_compiling():
-            return with_rows(self.output_buffer, rows)
+            return slice_rows(self.output_buffer, rows)
         return self.receive_views(rows)[1]
 
     def combine(
@@ -349,7 +349,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
     ) -> None:
         """Run `dispatch` or `dispatch_send`."""
         if self._state is not State.IDLE:
-            self._refuse_call(entry)
+            self._raise_out_of_order(entry)
         tokens = self.config.check_dispatch(
             tensors, topk_ids, topk_weights, num_tokens, stats, self.group.device
         )
@@ -391,7 +391,8 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
     def mark_sent(self, tokens: int | None = None) -> None:
         """Record that another kernel has sent the experts' rows and set the peers' flags.
 
-        tokens: Number of own tokens whose rows return. Default: that of the dispatch.
+        Args:
+            tokens: Number of this rank's tokens whose rows return. Default: that of the dispatch.
         """
         self._tokens = self._tokens if tokens is None else tokens
         self._set_state(State.RETURNED)
@@ -429,9 +430,9 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         self._exchange.finish(self._rows)
         self._set_state(State.IDLE)
 
-    def _poison(self, doing: str, *, before: bool) -> None:
+    def _poison(self, call: str, *, before: bool) -> None:
         received, output = self._full_views
-        if before and doing in ("combine", "combine_send") and self._state is State.RECEIVED:
+        if before and call in ("combine", "combine_send") and self._state is State.RECEIVED:
             for plane in received.payloads:  # experts have finished; peers wait for this combine
                 poison(plane)
         elif not before and self._state is State.RECEIVED:
@@ -466,15 +467,18 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         output.copy_(y)
 
     @internal
-    def expect_state(self, state: State, doing: str) -> None:
+    def expect_state(self, state: State, call: str) -> None:
+        """Raise OutOfOrder unless the round is in `state`."""
         if self._state is not state:
-            self._refuse_call(doing)
+            self._raise_out_of_order(call)
 
-    def _refuse_call(self, doing: str) -> NoReturn:
-        away = "" if self._state is State.IDLE else f" while {self._tokens} tokens are away"
+    def _raise_out_of_order(self, call: str) -> NoReturn:
+        context = (
+            "" if self._state is State.IDLE else f" while {self._tokens} tokens are dispatched"
+        )
         raise OutOfOrder(
-            f"{doing} out of turn{away}: this all-to-all expects {self._state.value}. A round is "
-            "one dispatch and one combine, each whole or as send then recv"
+            f"{call} out of order{context}: this all-to-all expects {self._state.value}. A round "
+            "is one dispatch and one combine, each as one call or as send then recv"
         )
 
     def _set_state(self, state: State) -> None:
@@ -484,8 +488,8 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
     def _connect_hosts(self, span: HostSpan) -> None:
         """Let the exchange span all hosts. Collective over them."""
         received, output = self._full_views
-        self.output_buffer = split_by_host(output, span.hosts)
-        self._set_views(received.by_host(span.hosts))
+        self.output_buffer = split_hosts(output, span.hosts)
+        self._set_views(received.split_by_source_rank(span.hosts))
         rail = open_rail(self, span)
         self._exchange = ManyHosts(self._local, rail, span.hosts, self._raise_if_broken)
 
@@ -496,7 +500,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
 
     def _discard_calls(self) -> None:
         self._state = State.IDLE
-        self._tokens = 0  # own tokens of the open round
+        self._tokens = 0  # this rank's tokens in the open round
         self._rows = self.max_tokens  # slots for each source in this round
         self.traced_tokens, self._traced_rows = 0, self.max_tokens
 
@@ -552,8 +556,8 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
             received, output = self._full_views
             if len(self._view_cache) == MAX_VIEWS:
                 self._view_cache = {self.max_tokens: self._full_views}
-            output = with_rows(output, rows) if len(output) else output
-            views = self._view_cache[rows] = received.with_rows(rows), output
+            output = slice_rows(output, rows) if len(output) else output
+            views = self._view_cache[rows] = received.slice_rows(rows), output
         return views
 
     def _drop_views(self) -> None:

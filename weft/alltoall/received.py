@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of a dispatch: views of this rank's inbox."""
+"""Result of a dispatch: views of this rank's inbox."""
 
 from __future__ import annotations
 
@@ -42,37 +42,37 @@ class Received:
         return self.payloads[0]
 
     @internal
-    def with_rows(self, rows: int) -> Received:
+    def slice_rows(self, rows: int) -> Received:
         """Return views of the same memory with `rows` slots for each source."""
         return Received(
-            tuple(with_rows(plane, rows) for plane in self.payloads),
-            with_rows(self.ids, rows),
-            with_rows(self.weights, rows),
+            tuple(slice_rows(plane, rows) for plane in self.payloads),
+            slice_rows(self.ids, rows),
+            slice_rows(self.weights, rows),
             self.counts,
             self.stats,
         )
 
     @internal
-    def by_host(self, hosts: int) -> Received:
-        """Return views by source rank: each local rank forwards the rows of `hosts` ranks."""
+    def split_by_source_rank(self, hosts: int) -> Received:
+        """Return views by source rank, where each local rank forwards the rows of `hosts` ranks."""
         assert self.stats is not None
         rows = self.stats.view(hosts * len(self.stats), -1)  # token count, then statistics
         return Received(
-            tuple(split_by_host(plane, hosts) for plane in self.payloads),
-            split_by_host(self.ids, hosts),
-            split_by_host(self.weights, hosts),
+            tuple(split_hosts(plane, hosts) for plane in self.payloads),
+            split_hosts(self.ids, hosts),
+            split_hosts(self.weights, hosts),
             rows[:, 0],
             rows[:, 1:] if rows.shape[1] > 1 else None,
         )
 
 
-def split_by_host(view: torch.Tensor, hosts: int) -> torch.Tensor:
+def split_hosts(view: torch.Tensor, hosts: int) -> torch.Tensor:
     """View `[ranks, hosts * rows, ...]` as `[ranks * hosts, rows, ...]`."""
     ranks, rows, *row = view.shape
     return view.view(ranks * hosts, rows // hosts, *row)
 
 
-def with_rows(view: torch.Tensor, rows: int) -> torch.Tensor:
+def slice_rows(view: torch.Tensor, rows: int) -> torch.Tensor:
     """View the start of `[ep_size, max_tokens, ...]` as `[ep_size, rows, ...]`."""
     ranks = view.shape[0]
     return view.flatten(0, 1)[: ranks * rows].view(ranks, rows, *view.shape[2:])

@@ -15,7 +15,7 @@ MAX_VIEWS = 256  # cached views, by number of rows: one for each batch size of a
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class ReceivedRows:
     """The rows that this rank dispatches on its host: `rows` slots of each host, in host order.
 
     Attributes:
@@ -38,12 +38,12 @@ class RailViews:
 
     Attributes:
         planes: `[hosts, bytes]` of each payload.
-        messages: The planes and the metadata, as pairs of what is sent and where it arrives.
+        messages: The planes and the metadata, as pairs of tensors to send and to receive into.
         calls: int32 `[hosts, CALL_WORDS]`: the call that each host makes.
         counts: int32 `[hosts, 1 + stats]`: the number of tokens of each host, then its statistics.
         ids: int32 `[hosts, rows, top_k]`, global expert ids.
         weights: float32 `[hosts, rows, top_k]`.
-        arrived: What `Rail.receive` returns, for each result.
+        received: Results of `Rail.receive`, by result index.
         sums: `[hosts * rows, hidden]`: this host's sums of every host's rows.
         returned: `[hosts * rows, hidden]`: every host's sums of this rank's rows.
     """
@@ -54,13 +54,13 @@ class RailViews:
     counts: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
-    arrived: tuple[Arrived, ...]
+    received: tuple[ReceivedRows, ...]
     sums: torch.Tensor
     returned: torch.Tensor
 
 
 class RailBuffers:
-    """The buffers of one rail; `HostSpan.bytes` is their size.
+    """The buffers of one rail; `HostSpan.local_bytes` is their size.
 
     Attributes:
         total: float32 `[rows, hidden]`, the accumulator of `rows` sums at once.
@@ -113,23 +113,23 @@ class RailBuffers:
         calls, counts, ids, weights = torch.split(meta, sizes, dim=1)
         total = hosts * rows
         payloads = tuple(p.view(total, n) for p, n in zip(planes, span.row_bytes, strict=True))
-        arrived = tuple(
-            Arrived(payloads, ids[:total], weights[:total], self._stats)
+        received = tuple(
+            ReceivedRows(payloads, ids[:total], weights[:total], self._stats)
             for ids, weights in zip(self._ids, self._weights, strict=True)
         )
         return RailViews(
             planes=planes,
-            messages=[(part, part) for part in (*planes, as_bytes(meta))],
+            messages=[(part, part) for part in (*planes, view_as_bytes(meta))],
             calls=calls,
             counts=counts,
             ids=ids.view(hosts, rows, span.top_k),
             weights=weights.view(torch.float32).view(hosts, rows, span.top_k),
-            arrived=arrived,
+            received=received,
             sums=self._sums[:total],
             returned=self._returned[:total],
         )
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous `[hosts, ...]` as uint8 `[hosts, bytes]`."""
     return tensor.view(len(tensor), -1).view(torch.uint8)

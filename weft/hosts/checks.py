@@ -11,7 +11,7 @@ from weft.hosts.config import HostSpan
 from weft.runtime.identity import CALL_WORDS
 from weft.runtime.report import BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW
 
-SENT, ARRIVED = range(2)  # whether an input is of this rank's own call, or of another host's
+SENT, RECEIVED = range(2)  # origin of an input: this rank's call, or another host's
 
 
 class InputReports:
@@ -20,7 +20,7 @@ class InputReports:
     def __init__(self, group: Group, span: HostSpan) -> None:
         self._group, self._span = group, span
         self._num_experts = len(span.placement.ranks)
-        # For SENT and ARRIVED the number of errors and, of the last one, its code, the value, and
+        # For SENT and RECEIVED the number of errors and, of the last one, its code, the value, and
         # the index of the value together with the number of rows.
         self._records = torch.zeros((2, 4), dtype=torch.int64, device=group.device)
         self._host_records = self._records
@@ -40,26 +40,26 @@ class InputReports:
         """Record errors about counts and ids.
 
         Args:
-            origin: SENT or ARRIVED.
+            origin: SENT or RECEIVED.
             counts: Token counts, `[hosts]` or, of this rank, `[1]`.
             ids: Ids of `rows` rows for each count.
             rows: Number of rows.
-            repeats: The ids without those that are out of range, to find repeats in a row.
+            repeats: Ids with -1 for invalid ones, to find repeats in a row.
         """
-        wrong = ((ids < -1) | (ids >= self._num_experts)) * BAD_EXPERT_ID
+        invalid = ((ids < -1) | (ids >= self._num_experts)) * BAD_EXPERT_ID
         if repeats is not None:
             top_k = self._span.top_k
             earlier = torch.ones((top_k, top_k), dtype=torch.bool, device=ids.device).tril(-1)
             equal = (repeats[:, :, None] == repeats[:, None, :]) & earlier
-            wrong = wrong + (equal & (repeats >= 0)[:, :, None]).any(dim=2) * DUPLICATE_EXPERT
-        over = ((counts < 0) | (counts > rows)) * TOKEN_OVERFLOW
-        code, value = torch.cat([over, wrong.flatten()]), torch.cat([counts, ids.flatten()])
+            invalid = invalid + (equal & (repeats >= 0)[:, :, None]).any(dim=2) * DUPLICATE_EXPERT
+        overflow = ((counts < 0) | (counts > rows)) * TOKEN_OVERFLOW
+        code, value = torch.cat([overflow, invalid.flatten()]), torch.cat([counts, ids.flatten()])
         # `code[index]` would read `index` on the CPU, which a graph capture forbids.
         index, count = (code > 0).long().argmax(0, keepdim=True), (code > 0).sum()
         record = self._records[origin]
-        where = index[0] * (1 << 32) + rows
+        position = index[0] * (1 << 32) + rows
         last = torch.stack(
-            [record[0] + count, code.take(index)[0], value.take(index)[0].long(), where]
+            [record[0] + count, code.take(index)[0], value.take(index)[0].long(), position]
         )
         record.copy_(torch.where(count > 0, last, record))
         if self._host_records is not self._records:
@@ -70,16 +70,16 @@ class InputReports:
 
         An error about rows that arrived names the rank that sent them.
         """
-        for origin, (total, code, value, where) in enumerate(self._host_records.tolist()):
+        for origin, (total, code, value, position) in enumerate(self._host_records.tolist()):
             count, self._num_read[origin] = total - self._num_read[origin], total
             if count:
-                return self._error(origin, code, value, where), count
+                return self._error(origin, code, value, position), count
         return None
 
-    def _error(self, origin: int, code: int, value: int, where: int) -> ErrorRecord:
+    def _error(self, origin: int, code: int, value: int, position: int) -> ErrorRecord:
         group, num_experts = self._group, self._num_experts
         record = ErrorRecord(code=code, rank=group.rank, observed=value & (1 << 64) - 1)
-        index, rows = divmod(where, 1 << 32)
+        index, rows = divmod(position, 1 << 32)
         num_counts = 1 if origin == SENT else group.hosts
         if index < num_counts:
             host, record.expected = index, rows
@@ -87,7 +87,7 @@ class InputReports:
             token, record.index = divmod(index - num_counts, self._span.top_k)
             host, record.token = divmod(token, rows)
             record.expected = num_experts
-        if origin == ARRIVED:
+        if origin == RECEIVED:
             record.reported_by = 1 + group.rank
             record.rank = group.host_ranks[host][group.local.rank]
         return record
@@ -98,7 +98,7 @@ class CallCheck:
 
     def __init__(self, group: Group) -> None:
         self._own, self._hosts = group.host, group.hosts
-        # Whether calls have differed, then the first calls that did.
+        # Whether calls have differed, followed by the first calls that did.
         size = 1 + group.hosts * CALL_WORDS
         self._record = torch.zeros(size, dtype=torch.int32, device=group.device)
         self._host_record = self._record
@@ -115,8 +115,8 @@ class CallCheck:
             self._host_record.copy_(record, non_blocking=True)
         return same
 
-    def mismatch(self) -> tuple[int, list[int], list[int]] | None:
-        """Return a host whose call differed, with its call words and this host's; else None."""
+    def find_mismatch(self) -> tuple[int, list[int], list[int]] | None:
+        """Return a host whose call differed, its call words and this host's; None without one."""
         if not self._host_record[0]:
             return None
         calls = self._host_record[1:].view(self._hosts, CALL_WORDS).tolist()

@@ -56,7 +56,7 @@ class HostSpan:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Global ids of this host's experts, in the order of their ids on the host."""
+        """Global ids of this host's experts, in the order of their local ids."""
         local_ranks = set(self.ranks[self.host])
         return tuple(e for e, rank in enumerate(self.placement.ranks) if rank in local_ranks)
 
@@ -72,19 +72,19 @@ class HostSpan:
         return host_placement(self.placement, self.ranks[self.host])
 
     def meta_words(self, rows: int) -> int:
-        """Return the 32-bit words beside `rows` rows: call, row count, statistics, ids, weights."""
+        """Return the number of 32-bit words of metadata for `rows` rows."""
         return CALL_WORDS + 1 + self.stats + 2 * rows * self.top_k
 
     @property
-    def bytes(self) -> int:
-        """Bytes of ordinary memory of one rank's exchange."""
+    def local_bytes(self) -> int:
+        """Bytes of local memory of one rank's exchange with other hosts."""
         out = sum(self.row_bytes) + 8 * (1 + self.num_results) * self.top_k
         row = self.hosts * (out + 2 * self.hidden * self.dtype.itemsize) + 4 * self.hidden
         return self.max_tokens * row
 
 
 class HostsConfig:
-    """Base of configs of operators that may span several hosts.
+    """Base class of the configs of operators that may span several hosts.
 
     Attributes:
         shape: Sizes of the part on this host, with the tokens of all hosts.
@@ -108,8 +108,8 @@ class HostsConfig:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of ordinary memory for the exchange of one rank with other hosts."""
-        return 0 if self.span is None else self.span.bytes
+        """Bytes of local memory of one rank's exchange with other hosts."""
+        return 0 if self.span is None else self.span.local_bytes
 
     @property
     def local_placement(self) -> Placement:
@@ -144,7 +144,7 @@ class HostsConfig:
 def host_placement(placement: Placement, ranks: tuple[int, ...]) -> Placement:
     """Return the placement of the experts of `ranks`, renumbered in ascending order of their ids.
 
-    The result's ranks are indices in `ranks`. Without experts it has one, which no id names.
+    The result's ranks are indices in `ranks`. A host without experts gets one that is never used.
     """
     owners = [ranks.index(rank) for rank in placement.ranks if rank in ranks] or [0]
     placement = Placement.mapped(owners, len(owners), len(ranks))

@@ -28,7 +28,7 @@ _num_rails: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
 
 
 def open_rail(operator: ExchangeOperator, span: HostSpan) -> Rail:
-    """Create the rail of an operator that exists on every host. Collective over all hosts.
+    """Create an operator's rail to the other hosts. Collective over all hosts.
 
     The rail fails, reports and closes with its operator. If a rank fails, every rank closes the
     operator and raises.
@@ -36,13 +36,13 @@ def open_rail(operator: ExchangeOperator, span: HostSpan) -> Rail:
     group, (timeout, first_timeout) = operator.group, operator.timeouts
     number = _num_rails.get(group, 0) + 1
 
-    def make() -> Rail:
+    def create_rail() -> Rail:
         limits = {"timeout": timeout, "first_timeout": first_timeout}
         return Rail(group, span, number, on_failure=operator.fail, **limits)
 
     try:
         rail = group.run_collective(
-            make, action=f"connecting the hosts of a group for its {operator.kind}"
+            create_rail, action=f"connecting the hosts of a group for its {operator.kind}"
         )
         operator.accompany(rail, reports=rail.REPORTED)
     except BaseException:
@@ -113,15 +113,15 @@ class ManyHosts:
         """Receive the rows of all hosts, and dispatch them within this host."""
         assert self._sent is not None
         (call, rows), self._sent = self._sent, None
-        arrived = self._rail.receive(rows)
+        received = self._rail.receive(rows)
         self._local.dispatch(
             "dispatch",
             call,
-            arrived.planes,
-            arrived.ids,
-            arrived.weights,
+            received.planes,
+            received.ids,
+            received.weights,
             None,
-            arrived.stats,
+            received.stats,
             self._hosts * rows,
         )
 
@@ -131,7 +131,7 @@ class ManyHosts:
 
     def combine(self, entry: str, out: torch.Tensor, add: torch.Tensor | None, rows: int) -> None:
         """Add the sums of all hosts, after `combine_send` unless it has run."""
-        if not self._rail.is_returning:
+        if not self._rail.has_sums_in_flight:
             self._return_sums(entry, rows)
         self._rail.receive_sums(out, add)
 
@@ -140,19 +140,19 @@ class ManyHosts:
         self._local.finish(self._hosts * rows)
 
     def _return_sums(self, entry: str, rows: int) -> None:
-        self._local.combine(entry, self._rail.sums(rows), None, self._hosts * rows)
+        self._local.combine(entry, self._rail.get_sums_buffer(rows), None, self._hosts * rows)
         self._raise_if_broken()
         self._rail.send_sums(rows)
 
 
-class ResultSlot(Protocol):
+class IndexedSlot(Protocol):
     """Memory of one result of a low-latency dispatch."""
 
     index: int
 
 
-SlotT = TypeVar("SlotT", bound=ResultSlot)
-SlotT_contra = TypeVar("SlotT_contra", bound=ResultSlot, contravariant=True)
+SlotT = TypeVar("SlotT", bound=IndexedSlot)
+SlotT_contra = TypeVar("SlotT_contra", bound=IndexedSlot, contravariant=True)
 
 
 class LowLatencyExchange(Protocol[SlotT_contra]):
@@ -191,7 +191,7 @@ class LowLatencyManyHosts(Generic[SlotT]):
         local: Exchange within this host, whose sources have `hosts * max_tokens` tokens each.
         rail: Exchange with the other hosts.
         max_tokens: Maximum number of tokens of one rank in one call.
-        pack: Returns rows x as they travel between hosts, uint8 `[tokens, row_bytes]`.
+        pack: Function from x to the rows sent between hosts, uint8 `[tokens, row_bytes]`.
         raise_if_broken: As in `ManyHosts`.
     """
 
@@ -231,8 +231,8 @@ class LowLatencyManyHosts(Generic[SlotT]):
         """Receive the rows of all hosts, and dispatch them within this host."""
         assert self._sent is not None
         (call, slot, results), self._sent = self._sent, None
-        arrived = self._rail.receive(self._max_tokens, slot.index)
-        inputs = arrived.planes[0], arrived.ids, arrived.weights
+        received = self._rail.receive(self._max_tokens, slot.index)
+        inputs = received.planes[0], received.ids, received.weights
         self._local.dispatch("dispatch", call, slot, results, *inputs)
 
     def combine(
@@ -253,9 +253,11 @@ class LowLatencyManyHosts(Generic[SlotT]):
         """
         self._check_weights(slot, topk_weights)
         rail, rows = self._rail, self._max_tokens
-        arrived = rail.arrived(rows, slot.index)
-        routing = arrived.ids, arrived.weights
-        self._local.combine("combine", slot, y, counts, *routing, rail.sums(rows), None, order)
+        received = rail.get_received_rows(rows, slot.index)
+        routing = received.ids, received.weights
+        self._local.combine(
+            "combine", slot, y, counts, *routing, rail.get_sums_buffer(rows), None, order
+        )
         self._raise_if_broken()
         rail.send_sums(rows)
         if entry == "combine":
@@ -280,7 +282,7 @@ class LowLatencyManyHosts(Generic[SlotT]):
 
 
 def _hold_weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a call of a bound method that does not keep its object, the operator, alive."""
+    """Return a function that calls a bound method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

@@ -26,21 +26,21 @@ from weft.fp8 import dequantize, quantize
 from weft.group import Group
 from weft.group.hosts import abort_rail
 from weft.heap.header import CallRecord
-from weft.hosts.buffers import Arrived, RailBuffers, as_bytes
-from weft.hosts.cause import FirstCause
-from weft.hosts.checks import ARRIVED, SENT, CallCheck, InputReports
+from weft.hosts.buffers import RailBuffers, ReceivedRows, view_as_bytes
+from weft.hosts.cause import FirstErrorStore
+from weft.hosts.checks import RECEIVED, SENT, CallCheck, InputReports
 from weft.hosts.config import HostSpan
 from weft.hosts.watch import Watch
 from weft.runtime.identity import describe_host_words, pack_host_words
 from weft.runtime.report import DUPLICATE_EXPERT, build_input_error
 
 # Seconds from an overdue exchange to its error: several polls of every rank's watch, in which ranks
-# of other hosts report for whom they wait.
+# of other hosts report the hosts that they wait for.
 REPORT_SECONDS = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingMessages:
     """Messages in flight.
 
     Attributes:
@@ -58,30 +58,30 @@ class ReturningSums:
 
     Attributes:
         pending: Their messages.
-        pairs: What this host sends and where the other hosts' arrive, `[hosts, rows, n]`.
+        pairs: Sums that this host sends and buffers for those it receives, `[hosts, rows, n]`.
     """
 
-    pending: Pending
+    pending: PendingMessages
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Rail:
     """This rank's exchange with the ranks of other hosts, for one operator.
 
-    If a rank is late or gone, the current call and every later one raise RailFailed.
+    If a rank is late or has exited, the current call and every later one raise RailFailed.
 
     Args:
         group: Ranks of all hosts.
         span: Sizes of the exchange.
-        number: Number of the operator among those of its group that have a rail.
+        number: Sequence number among the group's operators that have a rail.
         timeout: Seconds that an exchange may take.
         first_timeout: Seconds that an exchange of the first round may take.
         on_failure: A bound method, held weakly, that is called when the exchange has failed, in the
             thread that notices it.
     """
 
-    # Refusals that a rail reports at the rank that sends the row, in place of the rank that
-    # forwards it on another host.
+    # Errors about the input that a rail reports on the sending rank, not on the rank that
+    # forwards the row on another host.
     REPORTED = frozenset({DUPLICATE_EXPERT})
 
     def __init__(
@@ -97,16 +97,17 @@ class Rail:
         self._group, self._span, self._number = group, span, number
         self._on_gpu = group.device.type == "cuda"
         self._timeout = timeout
-        self._longest = timedelta(seconds=1 + first_timeout + timeout)  # the watch ends it earlier
-        self._rows: Pending | None = None  # rows in flight
+        # The watch ends a wait earlier.
+        self._max_wait = timedelta(seconds=1 + first_timeout + timeout)
+        self._rows: PendingMessages | None = None  # rows in flight
         self._sums: ReturningSums | None = None  # sums in flight
         self._hosts, self._own = group.hosts, group.host
         self._others = [h for h in range(self._hosts) if h != self._own]
-        self._awaited = self._others  # hosts that the current exchange may wait for
+        self._awaited_hosts = self._others  # hosts that the current exchange waits for
         self._peers = {h: group.rail_peers[h] for h in self._others}
-        self._failed: GroupError | None = None
+        self._error: GroupError | None = None
         self._on_failure = weakref.WeakMethod(on_failure)
-        self._first_cause = FirstCause(group)
+        self._first_error = FirstErrorStore(group)
         self._overdue_since: float | None = None  # of the current exchange
         self._num_experts = len(span.placement.ranks)
         self._buffers = RailBuffers(span, group.device)
@@ -114,13 +115,16 @@ class Rail:
         # The last entry is for ids that name no expert.
         local_ids = torch.tensor((*span.local_ids, -1), dtype=torch.int32)
         self._local_ids = local_ids.to(group.device)
-        # Exchanges of the first round, whose peers may still compile; on GPUs one comes before it.
+        # Number of exchanges while peers may still compile: those of the first round and, on GPUs,
+        # the one below.
         limits = {"timeout": timeout, "first_timeout": first_timeout}
-        first = 3 if self._on_gpu else 2
-        self._watch = Watch(group.device, self._poll, first=first, **limits)
+        num_first = 3 if self._on_gpu else 2
+        self._watch = Watch(group.device, self._poll, num_first=num_first, **limits)
         if self._on_gpu:
             # NCCL connects two ranks at their first message, which no graph can capture.
-            self._finish(self._start(self._buffers.views(span.max_tokens).messages))
+            self._wait_for_messages(
+                self._start_messages(self._buffers.views(span.max_tokens).messages)
+            )
 
     def send(
         self,
@@ -168,12 +172,12 @@ class Rail:
         ids.fill_(-1)
         ids[:tokens] = valid_ids
         self._reports.record(SENT, count, topk_ids, tokens, repeats=valid_ids)
-        self._rows = self._start(views.messages)
+        self._rows = self._start_messages(views.messages)
 
-    def receive(self, rows: int, result: int = 0) -> Arrived:
+    def receive(self, rows: int, result: int = 0) -> ReceivedRows:
         """Wait for the rows of all hosts and return them.
 
-        Ids and counts that no host may send are dropped and clamped, and `raise_recorded` reports
+        Invalid ids are dropped and invalid counts clamped, and `raise_recorded` reports
         them. On GPUs rows of another call are dropped, and `raise_recorded` raises
         GeometryMismatch.
 
@@ -183,37 +187,37 @@ class Rail:
                 the same index.
 
         Raises:
-            RailFailed: a rank is late or gone.
+            RailFailed: a rank is late or has exited.
             GeometryMismatch: on CPUs, a host made another call.
         """
         assert self._rows is not None
         pending, self._rows = self._rows, None
-        self._finish(pending)
+        self._wait_for_messages(pending)
         views, num_experts = self._buffers.views(rows), self._num_experts
-        arrived, ids, counts = views.arrived[result], views.ids, views.counts
+        received, ids, counts = views.received[result], views.ids, views.counts
         same = self._calls.compare(views.calls)[:, None, None]
         if not self._on_gpu:
             self.raise_if_failed()
         valid_ids = torch.where(same & (ids >= 0) & (ids < num_experts), ids, num_experts)
-        arrived.ids.view(ids.shape).copy_(self._local_ids[valid_ids])
-        arrived.weights.view(views.weights.shape).copy_(views.weights)
-        stats = arrived.stats.view(counts.shape)
+        received.ids.view(ids.shape).copy_(self._local_ids[valid_ids])
+        received.weights.view(views.weights.shape).copy_(views.weights)
+        stats = received.stats.view(counts.shape)
         stats.copy_(counts)
         stats[:, 0].clamp_(0, rows)
-        self._reports.record(ARRIVED, counts[:, 0], ids, rows)
-        return arrived
+        self._reports.record(RECEIVED, counts[:, 0], ids, rows)
+        return received
 
-    def arrived(self, rows: int, result: int) -> Arrived:
+    def get_received_rows(self, rows: int, result: int) -> ReceivedRows:
         """Return the ids and weights of the latest receive of a result.
 
         Args:
             rows: As in `receive`.
             result: As in `receive`.
         """
-        return self._buffers.views(rows).arrived[result]
+        return self._buffers.views(rows).received[result]
 
-    def sums(self, rows: int) -> torch.Tensor:
-        """Return `[hosts * rows, hidden]`, the buffer for this host's sums of the rows received.
+    def get_sums_buffer(self, rows: int) -> torch.Tensor:
+        """Return the buffer for this host's sums of the received rows, `[hosts * rows, hidden]`.
 
         Args:
             rows: As in `send`.
@@ -221,12 +225,12 @@ class Rail:
         return self._buffers.views(rows).sums
 
     @property
-    def is_returning(self) -> bool:
+    def has_sums_in_flight(self) -> bool:
         """Whether sums are in flight."""
         return self._sums is not None
 
     def send_sums(self, rows: int) -> None:
-        """Start to return this host's sums.
+        """Start sending this host's sums back.
 
         Args:
             rows: As in `send`.
@@ -237,7 +241,9 @@ class Rail:
         if self._span.returns_fp8:
             values, scales = (t.contiguous() for t in quantize(sums, "fp8"))
             pairs = [(values, torch.empty_like(values)), (scales, torch.empty_like(scales))]
-        pending = self._start([(as_bytes(sent), as_bytes(back)) for sent, back in pairs])
+        pending = self._start_messages(
+            [(view_as_bytes(sent), view_as_bytes(back)) for sent, back in pairs]
+        )
         self._sums = ReturningSums(pending, pairs)
 
     def receive_sums(self, out: torch.Tensor, add: torch.Tensor | None) -> None:
@@ -247,15 +253,15 @@ class Rail:
         without an expert of a token returns zeros for it.
 
         Args:
-            out: Sums of the own tokens, `[tokens, hidden]`.
+            out: Sums of this rank's tokens, `[tokens, hidden]`.
             add: Rows that are added to them.
 
         Raises:
-            RailFailed: a rank is late or gone.
+            RailFailed: a rank is late or has exited.
         """
         assert self._sums is not None
         returning, self._sums = self._sums, None
-        self._finish(returning.pending)
+        self._wait_for_messages(returning.pending)
         parts = [
             [(sent if host == self._own else back)[host] for sent, back in returning.pairs]
             for host in range(self._hosts)
@@ -272,16 +278,16 @@ class Rail:
             out[rows] = total
 
     def end(self, error: GroupError) -> None:
-        """Let every later exchange raise `error`, and notify the other hosts.
+        """Make every later exchange raise `error`, and notify the other hosts.
 
-        Any thread may call it. Later errors change nothing.
+        Any thread may call it. Only the first error is kept.
         """
-        if self._failed is None:
-            self._failed = error
+        if self._error is None:
+            self._error = error
             self._notify_hosts(error)
 
     def raise_recorded(self) -> None:
-        """Raise the failure of the exchange, or an error about ids or counts since the last call.
+        """Raise the error of the exchange, or an error about ids or counts since the last call.
 
         Raises:
             UsageError: the device dropped part of the input.
@@ -293,9 +299,9 @@ class Rail:
             raise build_input_error(*report, drops_repeats=self._span.drops_repeats)
 
     def raise_if_failed(self) -> None:
-        """Raise the failure of the exchange, if any."""
-        if self._failed is None:
-            mismatch = self._calls.mismatch()
+        """Raise the error of the exchange, if any."""
+        if self._error is None:
+            mismatch = self._calls.find_mismatch()
             if mismatch is not None:
                 host, call, own_call = mismatch
                 self._fail(
@@ -306,8 +312,8 @@ class Rail:
                         "calls, with the same arguments, on every rank."
                     )
                 )
-        if self._failed is not None:
-            raise self._failed
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """Free the memory and stop the watch."""
@@ -315,35 +321,38 @@ class Rail:
         self._rows = self._sums = None
         self._buffers.close()
 
-    def _start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending:
+    def _start_messages(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> PendingMessages:
         """Start the messages to and from each other host.
 
-        pairs: What is sent and where it arrives, bytes `[hosts, n]`. If both are one tensor, every
-        host gets this host's entry.
+        Args:
+            pairs: Tensors to send and to receive into, bytes `[hosts, n]`. If both are the same
+                tensor, every host gets this host's entry.
         """
         self.raise_if_failed()
         ops, hosts, own, rail = [], list[int](), self._own, self._group.rail
-        # Each host begins with its right neighbour. If all began with host 0 and shared its link, a
-        # round of 3 hosts took 887 ms instead of 704 (1 Gbit/s, gloo).
+        # Each host starts with its right neighbour. When all started with host 0 and shared its
+        # link, a round of 3 hosts took 887 ms instead of 704 (1 Gbit/s, gloo).
         for step in range(1, self._hosts):
             right, left = (own + step) % self._hosts, (own - step) % self._hosts
             for outgoing, incoming in pairs:
                 sent = outgoing[own if outgoing is incoming else right]
-                received = incoming[left]
+                target = incoming[left]
                 # The tag is the size, because gloo aborts a process that gets more than it expects.
                 size = len(sent)
                 ops.append(dist.P2POp(dist.isend, sent, self._peers[right], rail, size))
-                ops.append(dist.P2POp(dist.irecv, received, self._peers[left], rail, size))
+                ops.append(dist.P2POp(dist.irecv, target, self._peers[left], rail, size))
                 hosts += [right, left]
         if self._on_gpu:
             self._watch.begin()
         try:
-            return Pending(dist.batch_isend_irecv(ops), hosts)
+            return PendingMessages(dist.batch_isend_irecv(ops), hosts)
         except RuntimeError as error:
             ranks = f"one of {self._describe(self._others)}"
-            raise self._fail(self._broken_text(ranks, error)) from error
+            raise self._fail(self._format_connection_error(ranks, error)) from error
 
-    def _finish(self, pending: Pending) -> None:
+    def _wait_for_messages(self, pending: PendingMessages) -> None:
         """Wait for messages: on CPUs in this thread, on GPUs in the stream."""
         self.raise_if_failed()
         if self._on_gpu:
@@ -352,83 +361,83 @@ class Rail:
         else:
             self._watch.begin()
             for work, host in zip(pending.works, pending.hosts, strict=True):
-                self._awaited = [host]
+                self._awaited_hosts = [host]
                 try:
-                    work.wait(self._longest)
+                    work.wait(self._max_wait)
                 except RuntimeError as error:
                     self._watch.close()
                     self.raise_if_failed()
-                    text = self._broken_text(self._describe([host]), error)
+                    text = self._format_connection_error(self._describe([host]), error)
                     raise self._fail(text) from error
         self._watch.end()
 
     def _fail(self, reason: str | GroupError) -> GroupError:
-        """Record the failure of an exchange, unless there is one, and return the error.
+        """Record the error of an exchange, unless there is one, and return the recorded error.
 
-        Ranks of this host are notified first. A store that is gone answers only after a second, and
-        they would name this rank, for which they wait.
+        Ranks of this host are notified first: access to a store that has exited takes a second, in
+        which they would time out and blame this rank.
         """
-        failed = self._failed
-        error = failed or (RailFailed(reason) if isinstance(reason, str) else reason)
-        self._failed = error
+        previous = self._error
+        error = previous or (RailFailed(reason) if isinstance(reason, str) else reason)
+        self._error = error
         on_failure = self._on_failure()
         try:
             if on_failure is not None:
                 on_failure(error)
         finally:  # notify other hosts even if this GPU cannot
-            if failed is None:
+            if previous is None:
                 self._notify_hosts(error)
         return error
 
     def _notify_hosts(self, error: GroupError) -> None:
         host = self._group.host_name(self._group.host)
-        self._first_cause.report(f"on {host}: {error}")
+        self._first_error.report(f"on {host}: {error}")
         abort_rail(self._group.rail)
 
     def _poll(self, overdue: float | None) -> bool:
-        """End an exchange that is overdue, or that waits although there was an error elsewhere.
+        """End an exchange that is overdue, or that waits although another rank has failed.
 
         Its connections may stay open: a child that a dead rank forked keeps them, and a rank that
         left an operator may still run. On a GPU the abort ends the kernels.
         """
-        awaited, now, since = self._awaited, time.monotonic(), self._overdue_since
+        awaited_hosts, now, since = self._awaited_hosts, time.monotonic(), self._overdue_since
         if overdue is None and since is not None:  # the overdue exchange ended after all
             self._overdue_since = None
-            self._first_cause.report_wait([])
+            self._first_error.report_wait([])
         elif overdue is not None and since is None:
             # Ranks that wait as long may wait for another host; give them time to report it.
             self._overdue_since = now
-            self._first_cause.report_wait(awaited)
+            self._first_error.report_wait(awaited_hosts)
         if overdue is not None and since is not None and now - since >= REPORT_SECONDS:
-            culprits = self._first_cause.find_culprits(awaited)
-            self._fail(self._overdue_text(culprits, overdue))
-        elif first := self._first_cause.read():
+            root_hosts = self._first_error.find_root_hosts(awaited_hosts)
+            self._fail(self._format_overdue_error(root_hosts, overdue))
+        elif first := self._first_error.read_first_error():
             self._fail(
-                f"rank {self._group.rank}: left its wait for {self._describe(awaited)}. What came "
-                f"first, {first}"
+                f"rank {self._group.rank}: stopped waiting for {self._describe(awaited_hosts)}. "
+                f"The first error was {first}"
             )
-        return self._failed is not None
+        return self._error is not None
 
-    def _overdue_text(self, hosts: Sequence[int], limit: float) -> str:
+    def _format_overdue_error(self, hosts: Sequence[int], limit: float) -> str:
         option = "timeout" if limit == self._timeout else "first_timeout"
         names = " and ".join(self._group.host_name(host) for host in hosts)
         return (
             f"rank {self._group.rank}: rows to or from {names} did not arrive within {limit:g} s. "
-            "A rank there, the host or its link is gone or stopped, was slower than the deadline, "
-            f"did not make this call or made it with other rows; raise {option}= if it was only "
-            "slow, then make a new group."
+            "A rank there, the host or its link has failed or stopped, was slower than the "
+            f"deadline, or did not make this call with the same rows. Create a new group, with a "
+            f"larger {option}= if it was only slow."
         )
 
-    def _broken_text(self, ranks: str, error: Exception) -> str:
-        first, message = self._first_cause.read(), " ".join(str(error).split())
+    def _format_connection_error(self, ranks: str, error: Exception) -> str:
+        first, message = self._first_error.read_first_error(), " ".join(str(error).split())
         if first:
-            return f"rank {self._group.rank}: {ranks} left. What came first, {first}"
+            return f"rank {self._group.rank}: {ranks} disconnected. The first error was {first}"
         return (
-            f"rank {self._group.rank}: the connection to {ranks} broke: that rank died, or left "
-            f"after an error that it names itself. Make a new group. ({message})"
+            f"rank {self._group.rank}: the connection to {ranks} broke: that rank has died, or "
+            f"has left after an error that it reports itself. Create a new group. ({message})"
         )
 
     def _describe(self, hosts: Sequence[int]) -> str:
-        """Return the text that names this rank's peers on `hosts`."""
+        """Format the ranks and host names of this rank's peers on `hosts`."""
         ranks, index = self._group.host_ranks, self._group.local.rank
         return ", ".join(f"rank {ranks[h][index]} on {self._group.host_name(h)}" for h in hosts)

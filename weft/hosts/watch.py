@@ -18,9 +18,9 @@ import torch
 
 from weft.group.torch_groups import STORE_SECONDS
 
-INTERVAL = 0.1  # seconds between two polls; an error may be that much later than its deadline
+INTERVAL = 0.1  # seconds between two polls; an error may be reported this much after its deadline
 
-# Takes the limit in seconds of an overdue exchange, else None. Returns True to stop polling.
+# Function of the limit in seconds of an overdue exchange, else None. Returns True to stop polling.
 Poll = Callable[[float | None], bool]
 
 
@@ -32,7 +32,7 @@ class Watch:
         poll: A bound method, held weakly.
         timeout: Limit of an exchange in seconds.
         first_timeout: Limit of the first exchanges in seconds.
-        first: Number of these.
+        num_first: Number of first exchanges.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Watch:
         *,
         timeout: float,
         first_timeout: float,
-        first: int,
+        num_first: int,
     ) -> None:
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # begun, ended
         self._host_counts = self._counts
         if device.type == "cuda":
             self._host_counts = torch.zeros(2, dtype=torch.int64).pin_memory()
         self._stop = threading.Event()
-        limits = (timeout, first_timeout, first)
+        limits = (timeout, first_timeout, num_first)
         self._thread = threading.Thread(
             target=poll_until,
             args=(self._stop, self._host_counts, weakref.WeakMethod(poll), *limits),
@@ -60,11 +60,11 @@ class Watch:
         weakref.finalize(self, self._stop.set).atexit = False
 
     def begin(self) -> None:
-        """Count the begin of an exchange, in stream order."""
+        """Count an exchange as begun, in stream order."""
         self._increment(0)
 
     def end(self) -> None:
-        """Count the end of an exchange, in stream order."""
+        """Count an exchange as ended, in stream order."""
         self._increment(1)
 
     def close(self) -> None:
@@ -84,9 +84,9 @@ def poll_until(
     poll: weakref.WeakMethod[Poll],
     timeout: float,
     first_timeout: float,
-    first: int,
+    num_first: int,
 ) -> None:
-    """Poll until `stop` is set, `poll` returns True or its object is gone.
+    """Poll until `stop` is set, `poll` returns True or its object has been collected.
 
     Args:
         stop: Ends the polling.
@@ -94,7 +94,7 @@ def poll_until(
         poll: As in `Watch`.
         timeout: As in `Watch`.
         first_timeout: As in `Watch`.
-        first: As in `Watch`.
+        num_first: As in `Watch`.
     """
     current, since = 0, 0.0
     while not stop.wait(INTERVAL):
@@ -103,6 +103,6 @@ def poll_until(
         if begun != current:
             current, since = begun, now
         elif ended < begun:
-            limit, call = first_timeout if begun <= first else timeout, poll()
+            limit, call = first_timeout if begun <= num_first else timeout, poll()
             if call is None or call(limit if now - since > limit else None):
                 return
