@@ -82,7 +82,7 @@ def test_arrows_lead_from_a_flag_to_the_wait_that_it_ended(document):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trace_holds_the_last_rounds_of_every_rank(tmp_path, kind):
     path = tmp_path / "trace.json"
-    assert tracing.trace(path, case_of(kind)) is None
+    assert tracing.write_trace(path, case_of(kind)) is None
     document = json.loads(path.read_text())
     slices = [e for e in document["traceEvents"] if e["ph"] == "X"]
     counts = Counter((e["pid"], e["name"]) for e in slices)
@@ -96,7 +96,7 @@ def test_a_trace_holds_the_last_rounds_of_every_rank(tmp_path, kind):
 
 
 def test_a_trace_of_low_latency(tmp_path, threads):
-    assert tracing.trace(tmp_path / "trace.json", LOW) is None
+    assert tracing.write_trace(tmp_path / "trace.json", LOW) is None
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in slices} == {0, 1}
@@ -105,5 +105,5 @@ def test_a_trace_of_low_latency(tmp_path, threads):
 
 def test_a_wrong_result_is_reported_and_nothing_written(tmp_path, monkeypatch):
     monkeypatch.setattr(tracing, "run_on_ranks", lambda *_: [("rank 0: wrong", [], 0.0)])
-    assert tracing.trace(tmp_path / "t.json", case_of("cpu")) == "rank 0: wrong"
+    assert tracing.write_trace(tmp_path / "t.json", case_of("cpu")) == "rank 0: wrong"
     assert list(tmp_path.iterdir()) == []

@@ -222,7 +222,7 @@ class Witness:
     def __init__(self, victim):
         self.victim, self.heard = victim, threading.Event()
 
-    def peer_ended(self, rank):
+    def mark_peer_dead(self, rank):
         if rank == self.victim:
             self.heard.set()
 

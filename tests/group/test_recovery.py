@@ -49,7 +49,7 @@ class Operator:
         self.rounds = rounds
         group.attach(self)
 
-    def peer_ended(self, rank: int) -> None:
+    def mark_peer_dead(self, rank: int) -> None:
         self.asked.append(("ended", rank))
 
     def announce_leave(self, reason: str, *, drain: bool = False) -> None:
@@ -58,7 +58,7 @@ class Operator:
     def suspected_ranks(self) -> set[int]:
         return set()
 
-    def progress(self, rank: int) -> None:
+    def read_progress(self, rank: int) -> None:
         return None
 
     def leave_for_mismatch(self, reason: str) -> None:
@@ -67,7 +67,7 @@ class Operator:
     def quiesce(self) -> None:
         self.asked.append("quiesce")
 
-    def finished_rounds(self) -> int:
+    def count_finished_rounds(self) -> int:
         return self.rounds
 
     def restart(self, living: int) -> None:

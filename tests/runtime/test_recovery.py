@@ -78,7 +78,7 @@ def lose_one_by_one(
             assert any(operator.broken for operator in (made, *subject.beside))
             survivors.lose(dies, sealed=[made, *subject.beside])
             assert not made.broken
-            assert made.finished_rounds() == 0
+            assert made.count_finished_rounds() == 0
             subject.rounds(8, survivors.ranks, checks=False)
             if not sums:
                 with pytest.raises(
@@ -86,7 +86,7 @@ def lose_one_by_one(
                 ):
                     made.check()  # names it once, and no other
             subject.rounds(2, survivors.ranks)
-            assert sums or made.finished_rounds() == 10
+            assert sums or made.count_finished_rounds() == 10
         survivors.barrier()
 
 
@@ -165,7 +165,7 @@ def test_many_rounds_after_two_deaths(group: weft.Group, kind: str) -> None:
             last = op.enqueue(3.0)
         assert torch.equal(first, last)
         op.made.check()
-        assert op.made.finished_rounds() == rounds + 1
+        assert op.made.count_finished_rounds() == rounds + 1
         survivors.barrier()
 
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two-shot all-reduce: rank t % ranks sums token t. Each row crosses NVLink twice, with 2 /
-// ranks of the bytes of oneshot. A build has the epilogue at one of two places: owner     the rank
-// that sums a row adds the residual, computes the row's statistics and sends the
+// The two-shot all-reduce: rank t % ranks sums token t. Rows cross NVLink twice, with 2 / ranks of
+// the bytes of oneshot. A build has the epilogue at one of two places:
+// owner     the rank that sums a row adds the residual, computes the row's statistics and sends the
 //           row and its statistics to its peers, which apply the elementwise part
 // receiver  the rank that sums a row sends the sum; every rank adds its own residual and computes
 //           the statistics, so that residuals, weights and scales may differ by rank. Each rank

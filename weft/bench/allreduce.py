@@ -22,7 +22,7 @@ from weft.bench.harness import (
     TIMEOUT,
     Measurement,
     RowsCase,
-    Skipped,
+    SkippedVariant,
     TimedCall,
     Trial,
     Trials,
@@ -110,7 +110,7 @@ class AllReduceCase(RowsCase):
                     try:
                         trial.prepare(backend)
                     except UsageError as error:  # all ranks raise it
-                        yield Skipped(backend, tokens, reason=str(error))
+                        yield SkippedVariant(backend, tokens, reason=str(error))
                         continue
                     yield trial
 

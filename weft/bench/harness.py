@@ -78,7 +78,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedVariant:
     """A variant that does not support a size or layer; identical on all ranks."""
 
     variant: str
@@ -119,7 +119,7 @@ class Trial:
         raise NotImplementedError
 
 
-Trials: TypeAlias = Generator[Trial | Skipped, None, None]
+Trials: TypeAlias = Generator[Trial | SkippedVariant, None, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +264,7 @@ def measure_on_rank(group: Group, case: Case, quiet: bool) -> dict[str, Any]:
     with contextlib.closing(case.trials(group)) as trials:
         for trial in trials:
             name = f"{trial.variant}, {trial.tokens} tokens"
-            if isinstance(trial, Skipped):
+            if isinstance(trial, SkippedVariant):
                 skipped.append(f"{name}: {trial.reason}")
                 continue
             if group.rank == 0 and not quiet:

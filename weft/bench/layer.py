@@ -17,7 +17,7 @@ from weft.bench.harness import (
     TIMEOUT,
     Case,
     Measurement,
-    Skipped,
+    SkippedVariant,
     TimedCall,
     Trial,
     Trials,
@@ -28,9 +28,9 @@ from weft.bench.moe import row_bytes
 from weft.bench.routing import (
     count_token_rows,
     draw_popularity_ranks,
-    gumbel_noise,
     max_remote_rows,
     parse_routing,
+    sample_gumbel,
 )
 from weft.errors import CreationFailed, InvalidArgument
 from weft.fields import check_values
@@ -182,7 +182,7 @@ class LayerCase(Case):
                 except (CreationFailed, InvalidArgument) as error:
                     if self.overlaps:
                         raise  # the user requested it
-                    yield Skipped(overlap, tokens, f"{type(error).__name__}: {error}")
+                    yield SkippedVariant(overlap, tokens, f"{type(error).__name__}: {error}")
                     continue
                 with contextlib.closing(layer):
                     yield LayerTrial(data, layer, overlap)
@@ -336,7 +336,7 @@ def generate_logits(case: LayerCase, tokens: int, rank: int) -> torch.Tensor:
     if kind == "uniform":
         return torch.randn(shape, generator=generator)
     popularity_ranks = draw_popularity_ranks(routing.num_experts, case.seed)
-    return -exponent * popularity_ranks.log() + gumbel_noise(shape, generator)
+    return -exponent * popularity_ranks.log() + sample_gumbel(shape, generator)
 
 
 def generate_correction(case: LayerCase) -> torch.Tensor | None:

@@ -135,7 +135,7 @@ def generate_ids(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
             popularity = torch.ones(case.experts)
             if name == "zipf":
                 popularity = draw_popularity_ranks(case.experts, case.seed).float() ** -exponent
-            keys = popularity.log() + gumbel_noise((tokens, case.experts), generator)
+            keys = popularity.log() + sample_gumbel((tokens, case.experts), generator)
             return keys.topk(case.top_k, dim=1).indices.to(torch.int32)
         case "perfect":
             return _perfect_ids(case, tokens, rank)
@@ -151,7 +151,7 @@ def draw_popularity_ranks(experts: int, seed: int) -> torch.Tensor:
     return torch.randperm(experts, generator=torch.Generator().manual_seed(seed)) + 1
 
 
-def gumbel_noise(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def sample_gumbel(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Draw Gumbel noise: the top k of log p + noise are k draws from p without replacement."""
     return -(-torch.rand(shape, generator=generator).clamp_(1e-20, 1 - 1e-7).log()).log()
 

@@ -33,7 +33,7 @@ DISPATCH, COMBINE, REDUCE, PEERS = 1, 2, 3, 10  # track ids; peer p's track is P
 Event = dict[str, Any]
 
 
-def trace(path: Path, case: MoECase | LowLatencyCase) -> str | None:
+def write_trace(path: Path, case: MoECase | LowLatencyCase) -> str | None:
     """Run the largest size of a case with profiling and write a trace of the last 32 rounds.
 
     The metadata of a rank-major all-to-all has the time of a profiled pair, which shows the

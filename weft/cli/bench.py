@@ -26,7 +26,7 @@ from weft.bench.harness import DTYPES, Case, run
 from weft.bench.plot import import_pyplot, plot
 from weft.bench.report import STDOUT, build_rows, print_report, to_json, write_json
 from weft.bench.routing import ROUTINGS
-from weft.bench.trace import trace
+from weft.bench.trace import write_trace
 from weft.cli.options import DEVICES, choice, chosen_device, wide_console, words
 from weft.errors import InvalidArgument
 from weft.lowlatency.config import REDUCES, SCALES
@@ -107,7 +107,7 @@ class CaseOptions(ABC):
             plot(self.plot, build_rows(report, runs), case.describe(), report.machine)
         if timeline:
             assert isinstance(case, moe.MoECase | lowlatency.LowLatencyCase)
-            _exit_on(trace(timeline, case))
+            _exit_on(write_trace(timeline, case))
 
 
 @dataclass(frozen=True, kw_only=True)

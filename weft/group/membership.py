@@ -45,7 +45,7 @@ class Lifecycle(Protocol):
     another rank resets.
     """
 
-    def peer_ended(self, rank: int) -> None:
+    def mark_peer_dead(self, rank: int) -> None:
         """Stop waiting for a rank whose process has ended. Called in the watcher thread."""
 
     def announce_leave(self, reason: str, *, drain: bool = False) -> None:
@@ -59,7 +59,7 @@ class Lifecycle(Protocol):
     def suspected_ranks(self) -> set[int]:
         """Return the ranks that missed the deadline of a call."""
 
-    def progress(self, rank: int) -> Progress | None:
+    def read_progress(self, rank: int) -> Progress | None:
         """Return the state of a living rank's calls of this operator, or None after close.
 
         Acquires no lock.
@@ -71,7 +71,7 @@ class Lifecycle(Protocol):
     def quiesce(self) -> None:
         """End this rank's calls and wait until none is running. Calls raise until `restart`."""
 
-    def finished_rounds(self) -> int:
+    def count_finished_rounds(self) -> int:
         """Return the number of rounds that this rank has finished."""
 
     def restart(self, living: int) -> None:
@@ -117,7 +117,7 @@ class Roster:
             members = self.members()
             self._members = weakref.WeakValueDictionary({**members, name: member})
             for rank in self._among_living(self._ended):
-                member.peer_ended(rank)
+                member.mark_peer_dead(rank)
 
     def members(self) -> dict[str, Lifecycle]:
         """Return the operators that exist, by name, in order of creation."""
@@ -129,14 +129,14 @@ class Roster:
             self._ended.add(rank)
             if self._living >> rank & 1:  # a recovery may have removed the rank already
                 for member in list(self._members.values()):
-                    member.peer_ended(rank)
+                    member.mark_peer_dead(rank)
 
     def renotify_ended(self, members: Iterable[Lifecycle]) -> None:
         """Notify restarted operators of participating ranks whose processes have ended."""
         with self._lock:
             for rank in self._among_living(self._ended):
                 for member in members:
-                    member.peer_ended(rank)
+                    member.mark_peer_dead(rank)
 
     def remove(self, dead: Collection[int]) -> None:
         """Make all ranks except `dead` the participating ranks."""
@@ -190,7 +190,7 @@ class Roster:
         own_name, others = "", {}
         for name, other in self.members().items():
             own_name = name if other is member else own_name
-            own, theirs = other.progress(self.rank), other.progress(rank)
+            own, theirs = other.read_progress(self.rank), other.read_progress(rank)
             if other is member or own is None or theirs is None or own.begins_early:
                 continue
             stuck = theirs.failed or rank in waits.get(name, ())
@@ -201,7 +201,7 @@ class Roster:
     def _sample_waits(self, ranks: Iterable[int]) -> dict[str, set[int]]:
         """Return, for each operator, the ranks whose wait clocks advance within 0.1 s."""
         before = {
-            (name, rank): member.progress(rank)
+            (name, rank): member.read_progress(rank)
             for name, member in self.members().items()
             for rank in ranks
         }
@@ -209,7 +209,7 @@ class Roster:
         waits: dict[str, set[int]] = {}
         for name, member in self.members().items():
             for rank in ranks:
-                first, last = before.get((name, rank)), member.progress(rank)
+                first, last = before.get((name, rank)), member.read_progress(rank)
                 if first is not None and last is not None and first.wait_clock != last.wait_clock:
                     waits.setdefault(name, set()).add(rank)
         return waits

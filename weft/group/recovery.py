@@ -235,7 +235,7 @@ class GroupRecovery:
             messages.vote_unrecorded(problem, "recovering", seconds_left(), common_error=WeftError)
 
         members = roster.members()
-        own = {name: member.finished_rounds() for name, member in members.items()}
+        own = {name: member.count_finished_rounds() for name, member in members.items()}
         reports = messages.gather("recover", own, seconds_left())
         rounds = [reports[rank] for rank in messages.living]
         finished = {

@@ -44,7 +44,7 @@ def open_rail(operator: ExchangeOperator, span: HostSpan) -> Rail:
         rail = group.run_collective(
             create_rail, action=f"connecting the hosts of a group for its {operator.kind}"
         )
-        operator.accompany(rail, reports=rail.REPORTED)
+        operator.add_companion(rail, reports=rail.REPORTED)
     except BaseException:
         operator.close()
         raise

@@ -28,7 +28,7 @@ OverlapRule = tuple[int, int, tuple[tuple[int, int, bool], ...]]
 
 
 class _Tracing(threading.local):
-    """Whether torch.compile is tracing in this thread."""
+    """Flag of each thread: whether torch.compile is tracing."""
 
     active = False
 
@@ -38,7 +38,7 @@ _tracing = _Tracing()
 
 @contextmanager
 def allow_fake_tensors() -> Iterator[None]:
-    """Let fake tensors, which have no address, pass `check_alignment` inside the context."""
+    """Accept fake tensors, which have no address, in `check_alignment` inside the context."""
     before, _tracing.active = _tracing.active, True
     try:
         yield
@@ -301,7 +301,7 @@ def check_topk(
 
 
 def check_tokens(tokens: int, max_tokens: int) -> None:
-    """Raise TokenOverflow if a call has more tokens than the workspace holds."""
+    """Raise TokenOverflow if a call has more than `max_tokens` tokens."""
     if tokens > max_tokens:
         raise TokenOverflow(
             f"{tokens} tokens in one call exceed max_tokens={max_tokens}: split the batch, or pass "

@@ -39,7 +39,7 @@ _serials = itertools.count(1)
 SERIAL_BITS = 24  # low bits of a handle: serial number of the object in this process
 
 
-class Traced(Protocol):
+class TracedObject(Protocol):
     """Interface of an object that compiled graphs call."""
 
     @property
@@ -51,7 +51,7 @@ class Traced(Protocol):
         """Handle of the object, see `register`."""
 
 
-class TracedOperator(Traced, Protocol):
+class TracedOperator(TracedObject, Protocol):
     """Interface of an operator that compiled graphs call."""
 
     @property

@@ -116,7 +116,7 @@ class Operator(ABC):
     _layer = 0  # number of the calling lease; 0: the operator itself
     _layers = 0  # number of layers and leases numbered so far
     _num_raised_input_errors = 0
-    _failure: GroupError | None = None  # why this rank left, if later calls raise it again
+    _failure: GroupError | None = None  # error that later calls raise again
     _other_order = ""  # text of `_order_mismatch`, which every later call raises
     debug_checks: DebugChecks | None = None  # set with WEFT_DEBUG=1
     _has_raised = False  # whether a caller has received the error that broke the group
@@ -128,7 +128,7 @@ class Operator(ABC):
     def _create(
         self,
         group: Group,
-        what: str,
+        label: str,
         prepare: Callable[[], tuple[Config, Kernels]],
         options: RunOptions,
         *,
@@ -142,7 +142,7 @@ class Operator(ABC):
 
         Args:
             group: Ranks that create the operator.
-            what: Name in errors with the article: "an all-to-all".
+            label: Name in errors with the article: "an all-to-all".
             prepare: Checks the arguments and loads the kernels; its errors reach every rank.
             options: Options, which are checked here.
             first_epoch: Epoch before the first round.
@@ -155,19 +155,19 @@ class Operator(ABC):
             self.config, self._kernels = prepare()
         except Exception as error:  # the vote reports it on every rank
             problem = error
-        group.vote(problem, action=f"preparing {what}", undo=lambda: self._kernels.close())
+        group.vote(problem, action=f"preparing {label}", undo=lambda: self._kernels.close())
         self.first_epoch = first_epoch & EPOCH_MASK
         self.timeouts = float(options.timeout), float(options.first_timeout)
         self.living_mask = group.local.living_mask
         self._mirrors = header_structs(group.local.size)
-        self.group, self.kind, self._owner = group, what.split(" ", 1)[1], os.getpid()
+        self.group, self.kind, self._owner = group, label.split(" ", 1)[1], os.getpid()
         manifest = {**self._manifest(), "WEFT_DEBUG": self.debug_checks is not None}
         try:
             group.agree(dict(manifest), what=f"{self.kind} geometry")
             if group.hosts == 1:
-                self._allocate(what)
+                self._allocate(label)
             else:
-                group.run_collective(lambda: self._allocate(what), action=f"making {what}")
+                group.run_collective(lambda: self._allocate(label), action=f"creating {label}")
         except BaseException:
             self._kernels.close()
             raise
@@ -175,7 +175,7 @@ class Operator(ABC):
         self.order_tensor = library.get_order_tensor(group.device)
         self.library_handle = library.register(self, manifest)
 
-    def _allocate(self, what: str) -> None:
+    def _allocate(self, label: str) -> None:
         """Allocate and initialise this host's heap. Collective over its ranks."""
         local, share_bytes, own_bytes = (
             self.group.local,
@@ -183,13 +183,13 @@ class Operator(ABC):
             self._count_local_bytes(),
         )
         if own_bytes:
-            check_host_memory(local, share_bytes + own_bytes, what=what)
+            check_host_memory(local, share_bytes + own_bytes, what=label)
         self.heap = Heap.create(local, share_bytes)
         end = self.heap.base + local.size * self.heap.stride
         _heaps[id(self.heap)] = self.heap.base, end, self.kind
         weakref.finalize(self.heap, _heaps.pop, id(self.heap), None)
         # The vote is a barrier: no peer may write into this share before it is initialised.
-        local.run_collective(self._initialise, action=f"initialising {what}")
+        local.run_collective(self._initialise, action=f"initialising {label}")
 
     def _build_header(self) -> ctypes.Structure:
         header, local = self._mirrors.Header(), self.group.local
@@ -217,7 +217,7 @@ class Operator(ABC):
         self._closing = False  # no new call may begin
         self._freed = False
         self._has_notified = False  # whether the peers were notified that this rank leaves
-        self._leave_reason = ""  # why this rank left; "" if it has not
+        self._leave_reason = ""  # reason why this rank left, or ""
         self._descriptor = self.config.descriptor
         self.site = Site(
             base=self.heap.base,
@@ -246,7 +246,7 @@ class Operator(ABC):
         """Return the bytes that `_make_views` allocates outside the heap."""
         return 0
 
-    def _poison(self, doing: str, *, before: bool) -> None:  # noqa: B027  (optional)
+    def _poison(self, call_name: str, *, before: bool) -> None:  # noqa: B027  (optional)
         """Poison memory that must not be read before, or after, a call; see runtime/debug.py."""
 
     def _raise_recorded(self, *, input_errors: bool) -> None:
@@ -430,7 +430,7 @@ class Operator(ABC):
     # Called by the group.
 
     @internal
-    def peer_ended(self, rank: int) -> None:
+    def mark_peer_dead(self, rank: int) -> None:
         """End waits for a rank whose process has ended."""
         with self._access:
             if not self._freed and self.living_mask >> rank & 1:
@@ -473,7 +473,7 @@ class Operator(ABC):
             self._busy.release()
 
     @internal
-    def finished_rounds(self) -> int:
+    def count_finished_rounds(self) -> int:
         """Return the number of rounds or all-reduces that this rank has finished since creation."""
         with self._access:
             if self._freed:
@@ -490,7 +490,7 @@ class Operator(ABC):
             return None if self._freed or self._closing else self._read_header()
 
     @internal
-    def progress(self, rank: int) -> Progress | None:
+    def read_progress(self, rank: int) -> Progress | None:
         """Return the progress of a living rank in calls of this operator, or None after close."""
         if self._closing or not self.living_mask >> rank & 1:
             return None
@@ -575,7 +575,7 @@ class Operator(ABC):
         self._recovery_callbacks.append(weakref.WeakMethod(start_anew))
 
     @internal
-    def accompany(self, companion: Companion, *, reports: Collection[int]) -> None:
+    def add_companion(self, companion: Companion, *, reports: Collection[int]) -> None:
         """Register an object that fails, reports errors and closes together with this operator.
 
         It reports the errors about the input whose codes are in `reports`; this operator ignores
@@ -593,7 +593,7 @@ class Operator(ABC):
                 self._mailbox.host_word[0] |= HOST_REQUESTS_LEAVE
 
     @internal
-    def begin_call(self, doing: str) -> None:
+    def begin_call(self, call_name: str) -> None:
         """Begin a call; `end_call` must follow.
 
         Raises:
@@ -602,14 +602,14 @@ class Operator(ABC):
         """
         if os.getpid() != self._owner:
             raise OutOfOrder(
-                f"{doing} in process {os.getpid()}, a forked child: this {self.kind} belongs to "
-                f"process {self._owner}, and peers cannot distinguish the two; create a group in "
+                f"{call_name} in process {os.getpid()}, a forked child: this {self.kind} belongs "
+                f"to process {self._owner}, and peers cannot distinguish the two; create a group in "
                 "the process that uses it"
             )
         if not self._busy.acquire(blocking=False):
             self.check_open()
             raise OutOfOrder(
-                f"{doing} while another thread runs a call of this {self.kind}: calls must be "
+                f"{call_name} while another thread runs a call of this {self.kind}: calls must be "
                 "serial and in the same order on every rank; call them from one thread, or hold a "
                 "lock around each round"
             )
@@ -759,7 +759,7 @@ class Operator(ABC):
 
     def _free(self) -> None:
         """Free the heap, except for memory that views of callers still use. Not collective."""
-        # Without the lock: a running kernel may depend on `peer_ended`, which takes it.
+        # Without the lock: a running kernel may depend on `mark_peer_dead`, which takes it.
         synchronize_device(self.group.device)
         with self._access:
             self._freed = True
@@ -770,7 +770,7 @@ class Operator(ABC):
             companion.close()
 
     def _notify_once(self, code: int, reason: str) -> None:
-        """Write why this rank leaves, then a notice to each peer (make_notice in header.cuh).
+        """Write the exit reason, then a notice to each peer (make_notice in header.cuh).
 
         Does nothing if an earlier notice, or a kernel that broke the group, has notified them.
         """
@@ -819,7 +819,7 @@ class Caller(Protocol):
 
     debug_checks: DebugChecks | None
 
-    def begin_call(self, doing: str, /) -> None: ...
+    def begin_call(self, call_name: str, /) -> None: ...
     def end_call(self) -> None: ...
 
 
@@ -827,7 +827,7 @@ CallerT = TypeVar("CallerT", bound=Caller)
 
 
 def exclusive_call(
-    doing: str,
+    call_name: str,
 ) -> Callable[[Callable[Concatenate[CallerT, P], T]], Callable[Concatenate[CallerT, P], T]]:
     """Decorate a method as a call of an operator, which excludes other calls and autocast."""
 
@@ -839,14 +839,14 @@ def exclusive_call(
             # Hot path of every call: without the frames of `disable_autocast`.
             if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                 return outside_autocast(self, *args, **kwargs)
-            self.begin_call(doing)
+            self.begin_call(call_name)
             debug = self.debug_checks
             try:
                 if debug is None:
                     return method(self, *args, **kwargs)
-                debug.before(doing)
+                debug.before(call_name)
                 result = method(self, *args, **kwargs)
-                debug.after(doing)
+                debug.after(call_name)
                 return result
             finally:
                 self.end_call()

@@ -45,7 +45,7 @@ def build_input_error(
     entry = f"rank {record.rank}: topk_ids[{record.token}, {record.index}]"
     if record.code == BAD_EXPERT_ID:
         return BadExpertId(
-            f"{entry} is {_to_signed(record.observed)}{_reporter(record)}; expert ids are "
+            f"{entry} is {_to_signed(record.observed)}{_format_reporter(record)}; expert ids are "
             f"0..{record.expected - 1}, or -1 for none. The id was dropped, all others were "
             f"sent{more}. Fix the router or mask the id with -1."
         )
@@ -78,16 +78,16 @@ def build_input_error(
         )
     return TokenOverflow(
         f"rank {record.rank}: num_tokens on the device is {_to_signed(record.observed)}"
-        f"{_reporter(record)}; the tensors of this call hold 0..{record.expected} tokens. The "
-        f"count was clamped{more}."
+        f"{_format_reporter(record)}; the tensors of this call hold 0..{record.expected} tokens. "
+        f"The count was clamped{more}."
     )
 
 
-def _phase(record: ErrorRecord) -> str:
+def _format_phase(record: ErrorRecord) -> str:
     return PHASES.get(record.phase, f"phase {record.phase}")
 
 
-def _reporter(record: ErrorRecord) -> str:
+def _format_reporter(record: ErrorRecord) -> str:
     """Return a note about the peer that reported the error, or "" if this rank detected it."""
     return f" (reported by rank {record.reported_by - 1})" if record.reported_by else ""
 
@@ -167,7 +167,7 @@ def describe_order_mismatch(
     own, peer, reporter = ranks[record.rank], ranks[record.peer], ranks[reporter]
     operators = " and of ".join(peer_names)
     return (
-        f"rank {own}, {_phase(record)}: rank {peer} is in a call of {operators}, while rank "
+        f"rank {own}, {_format_phase(record)}: rank {peer} is in a call of {operators}, while rank "
         f"{reporter} waits for it in a call of {own_name} (the numbers count the heaps of the "
         f"group). {_SAME_CALLS}"
     )
@@ -184,8 +184,8 @@ def _peer_exit(
     if record.code == PEER_LEFT:
         return PeerLeft(
             f"{prefix}: rank {record.peer} {get_exit_reason(record.peer) or 'left'} before it made "
-            f"its part of epoch {record.expected}{_reporter(record)}. Every rank must make the "
-            "same calls; fix that rank, then create a new group."
+            f"its part of epoch {record.expected}{_format_reporter(record)}. Every rank must make "
+            "the same calls; fix that rank, then create a new group."
         )
     pid = get_pid(record.peer)
     process = "the process" if pid is None else f"process {pid}"
@@ -197,7 +197,7 @@ def _peer_exit(
         )
     return PeerDied(
         f"{prefix}: rank {record.peer} died: {process} ended before it made its part of epoch "
-        f"{record.expected}{_reporter(record)}. Its own output may show the cause; {fix}"
+        f"{record.expected}{_format_reporter(record)}. Its own output may show the cause; {fix}"
     )
 
 
@@ -229,7 +229,7 @@ def build_group_error(
         first_epoch: Epoch before the first round, whose waits have the timeout `first_timeout`.
         machines: Number of machines of the group.
     """
-    prefix = f"rank {record.rank}, {_phase(record)}"
+    prefix = f"rank {record.rank}, {_format_phase(record)}"
     # Same rule as is_overdue in device/wait.cuh.
     is_first = (record.expected - first_epoch) & EPOCH_MASK <= 1
     option = "first_timeout" if is_first else "timeout"

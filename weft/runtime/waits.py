@@ -37,8 +37,8 @@ class WatchedOperator(Protocol):
     timeouts: tuple[float, float]
 
     def read_own_header(self) -> ctypes.Structure | None: ...
-    def finished_rounds(self) -> int: ...
-    def progress(self, rank: int) -> Progress | None: ...
+    def count_finished_rounds(self) -> int: ...
+    def read_progress(self, rank: int) -> Progress | None: ...
 
 
 class _PollState:
@@ -121,9 +121,9 @@ def _log_wait(operator: WatchedOperator, header: Any, waited: float) -> None:
     group, local = operator.group, operator.group.local
     ranks = group.host_ranks[group.host]
     peers = [rank for rank in local.living if rank != local.rank]
-    before = [operator.progress(rank) for rank in peers]
+    before = [operator.read_progress(rank) for rank in peers]
     time.sleep(SAMPLE_SECONDS)
-    after = [operator.progress(rank) for rank in peers]
+    after = [operator.read_progress(rank) for rank in peers]
     late_ranks = [
         rank
         for rank, earlier, later in zip(peers, before, after, strict=True)
@@ -135,7 +135,7 @@ def _log_wait(operator: WatchedOperator, header: Any, waited: float) -> None:
         pid = local.pid(rank)
         process = f" (pid {pid})" if pid else ""
         descriptions.append(f"rank {ranks[rank]}{process} {activities[rank]}")
-    finished = operator.finished_rounds()
+    finished = operator.count_finished_rounds()
     started = (header.epoch - operator.first_epoch) & EPOCH_MASK
     call = "a call" if started == finished else "the second half of a round"
     timeout = operator.timeouts[1 if finished == 0 else 0]

@@ -14,10 +14,10 @@ from weft.moe.layer.workspace import Exchange, LayerWorkspace
 from weft.moe.models import MoEConfig
 from weft.moe.routing.router import check_route
 from weft.runtime.check import allow_fake_tensors
-from weft.runtime.library import Traced, detach, lookup
+from weft.runtime.library import TracedObject, detach, lookup
 
 
-class TraceableLayer(Traced, Protocol):
+class TraceableLayer(TracedObject, Protocol):
     """The attributes and methods of an MoE layer that the custom ops use."""
 
     @property
