@@ -603,8 +603,8 @@ class Operator(ABC):
         if os.getpid() != self._owner:
             raise OutOfOrder(
                 f"{call_name} in process {os.getpid()}, a forked child: this {self.kind} belongs "
-                f"to process {self._owner}, and peers cannot distinguish the two; create a group in "
-                "the process that uses it"
+                f"to process {self._owner}, and peers cannot distinguish the two; create a group "
+                "in the process that uses it"
             )
         if not self._busy.acquire(blocking=False):
             self.check_open()
