@@ -308,7 +308,7 @@ class CheckedCall:
         a = ReduceArgs(site=site, tokens=self.tokens, eps=call.eps, weight_bias=call.weight_bias)
         a.weight_is_fp32 = weight is not None and weight.dtype == torch.float32
         a.coding = CODINGS[self.scheme] if reduced.quant is not None else 0
-        a.scale_stride = self._scale_stride()
+        a.scale_stride = self._get_scale_stride()
         if prologue is not None:
             a.row_limit, a.top_k = prologue.rows.shape[0], prologue.index.shape[1]
             a.routed_scaling_factor = float(prologue.routed_scaling_factor)
@@ -326,7 +326,7 @@ class CheckedCall:
         )
         return a
 
-    def _scale_stride(self) -> int:
+    def _get_scale_stride(self) -> int:
         """Return the distance between columns of packed scales in int32 words, or 0."""
         scale = self.reduced.scale
         if scale is None or scale.dtype != torch.int32:

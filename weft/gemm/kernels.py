@@ -404,7 +404,7 @@ def encode_tensor_map(
     buffer = (ctypes.c_uint64 * (MAP_WORDS + MAP_ALIGNMENT // 8))()
     aligned = -(-ctypes.addressof(buffer) // MAP_ALIGNMENT) * MAP_ALIGNMENT
     rank = len(sizes)
-    status = _driver().cuTensorMapEncodeTiled(
+    status = _load_driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned),
         ctypes.c_int(_UINT8),
         ctypes.c_uint32(rank),
@@ -425,7 +425,7 @@ def encode_tensor_map(
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def _load_driver() -> ctypes.CDLL:
     # cuda.bindings stores a CUtensorMap in a Python object, which may not be aligned.
     try:
         return ctypes.CDLL("libcuda.so.1")

@@ -163,7 +163,7 @@ def grouped_gemm(
     )
     overlap_rules = () if out is None else call.overlap_rules
     call.check_no_overlap(overlap_rules)
-    plan = plan or _default_plan(call)
+    plan = plan or _select_default_plan(call)
     if isinstance(plan, WgmmaPlan):
         kernels.check_plan(call, plan)
     else:
@@ -230,7 +230,7 @@ def _is_cuda(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _default_plan(call: GemmCall) -> GemmPlan | WgmmaPlan:
+def _select_default_plan(call: GemmCall) -> GemmPlan | WgmmaPlan:
     experts, n, k = call.sizes
     sizes = (experts, -(-len(call.a) // max(experts, 1)), n, k, call.b.dtype)
     best = fastest_plan(

@@ -178,7 +178,7 @@ class RowGroups:
                 each payload, with equal numbers of rows. Rows that do not fit are dropped and
                 reported.
         """
-        kernels = self._check_in_round("gather")
+        kernels = self._get_round_kernels("gather")
         check_instance(
             "received", received, Received, "pass what dispatch of this all-to-all returned"
         )
@@ -206,16 +206,16 @@ class RowGroups:
         finally:
             del self._buffers
 
-    def _check_open(self, call: str) -> Kernels:
+    def _get_kernels(self, call: str) -> Kernels:
         """Return the kernels. Raises OutOfOrder after close."""
         if self._kernels is None:
             raise OutOfOrder(f"{call} after close: create a new object")
         self._a2a.check_running()
         return self._kernels
 
-    def _check_in_round(self, call: str) -> Kernels:
+    def _get_round_kernels(self, call: str) -> Kernels:
         """Return the kernels. Raises OutOfOrder unless a dispatch awaits its combine."""
-        kernels = self._check_open(call)
+        kernels = self._get_kernels(call)
         if self._a2a._state is not State.RECEIVED:
             raise OutOfOrder(
                 f"{call} outside of a round: call it after dispatch and before combine"
@@ -333,7 +333,7 @@ class ExpertGroups(RowGroups):
             OutOfOrder: there was no gather in this round.
             GroupError: the group is broken.
         """
-        kernels = self._check_in_round("scatter")
+        kernels = self._get_round_kernels("scatter")
         self._check_combine("scatter", ("pull", "push", "push_fp8"))
         self._bind_results(y, "scatter")
         kernels.run("scatter", self._args, 0)
@@ -355,7 +355,7 @@ class ExpertGroups(RowGroups):
             OutOfOrder: there was no gather in this round.
             GroupError: the group is broken.
         """
-        kernels = self._check_open("send")
+        kernels = self._get_kernels("send")
         self._check_combine("send", ("push", "push_fp8", "gemm_push"))
         self._a2a.expect_state(State.RECEIVED, "send")
         self._bind_results(y, "send")
@@ -374,7 +374,7 @@ class ExpertGroups(RowGroups):
             OutOfOrder: there was no gather in this round.
             GroupError: the group is broken.
         """
-        self._check_in_round("sent")
+        self._get_round_kernels("sent")
         self._check_combine("sent", ("gemm_push",))
         self._check_gathered("sent")
         self._a2a.combine_send()

@@ -196,7 +196,7 @@ def check_no_overlap(
 
 
 def find_overlap(addresses: Sequence[int], rules: Iterable[OverlapRule]) -> tuple[int, int] | None:
-    """Return the indices of two tensors that overlap against a rule, or None.
+    """Return the indices of two tensors whose overlap a rule forbids, or None.
 
     This is the fast path of `check_no_overlap` for calls that differ only in addresses.
     """
