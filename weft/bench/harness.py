@@ -162,7 +162,7 @@ class Case:
         if self.num_sms is not None and self.device != "cuda":
             raise InvalidArgument(
                 f"num_sms is {self.num_sms} on {self.device} ranks, but it limits GPU kernels: "
-                "leave it out"
+                "omit it"
             )
 
     def row_seed(self, tokens: int, rank: int) -> int:

@@ -148,14 +148,14 @@ class Operator(ABC):
             first_epoch: Epoch before the first round.
         """
         check_group(group)
-        problem: Exception | None = None
+        error: Exception | None = None
         try:
             options.check()
             self.debug_checks = DebugChecks(self) if is_enabled() else None
             self.config, self._kernels = prepare()
-        except Exception as error:  # the vote reports it on every rank
-            problem = error
-        group.vote(problem, action=f"preparing {label}", undo=lambda: self._kernels.close())
+        except Exception as caught:  # the vote reports it on every rank
+            error = caught
+        group.vote(error, action=f"preparing {label}", undo=lambda: self._kernels.close())
         self.first_epoch = first_epoch & EPOCH_MASK
         self.timeouts = float(options.timeout), float(options.first_timeout)
         self.living_mask = group.local.living_mask
@@ -553,10 +553,10 @@ class Operator(ABC):
                 self._leave_reason = ""
             failures = []
             for reference in self._recovery_callbacks:
-                start_anew = reference()
+                callback = reference()
                 try:
-                    if start_anew is not None:
-                        start_anew()
+                    if callback is not None:
+                        callback()
                 except Exception as error:
                     failures.append(error)
             synchronize_stream(self.group.device)
@@ -567,12 +567,12 @@ class Operator(ABC):
     # Called by subclasses and other packages.
 
     @internal
-    def on_restart(self, start_anew: Callable[[], None]) -> None:
+    def on_restart(self, callback: Callable[[], None]) -> None:
         """Register a bound method to be called after each recovery while its object is alive.
 
-        For objects that keep state of this operator's calls or choose ranks for its tokens.
+        For objects that have state of this operator's calls or choose ranks for its tokens.
         """
-        self._recovery_callbacks.append(weakref.WeakMethod(start_anew))
+        self._recovery_callbacks.append(weakref.WeakMethod(callback))
 
     @internal
     def add_companion(self, companion: Companion, *, reports: Collection[int]) -> None:
