@@ -127,7 +127,7 @@ def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> 
     patch.setattr("weft.group.group.group_by_host", group_hosts)
     # To the end of the process, whose groups over torch are all of this: heaps are made later.
     pytest.MonkeyPatch().setattr(TorchControl, "exchange_fds", exchange_fds)
-    pytest.MonkeyPatch().setattr("weft.heap.heap._refuse_descriptors", Mock())
+    pytest.MonkeyPatch().setattr("weft.heap.heap._raise_fabric_lost", Mock())
     try:
         return weft.Group.from_torch(whole, device=group.device, timeout=600.0)
     finally:
