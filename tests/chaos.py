@@ -344,7 +344,7 @@ class Newcomers:
         death = next(self._late, None)
         inputs = address, rank, self._plan.seed, death, str(self._folder), len(self.started)
         name = f"the new process of rank {rank}"
-        process = fork_server().Process(target=newcomer, args=inputs, name=name)
+        process = start_fork_server().Process(target=newcomer, args=inputs, name=name)
         process.start()
         self.started.append((address, process))
 
@@ -461,7 +461,7 @@ def arrive(meeting: Meeting, rank: int, seed: int, folder: str) -> None:
 def meet(plan: Plan, folder: Path) -> None:
     """Kill ranks while they meet: survivors raise in time, and leave nothing open."""
     meeting = Meeting.open()
-    context = fork_server()
+    context = start_fork_server()
     arriving = []
     for rank in range(RANKS):
         inputs = meeting if rank == meeting.hub else Meeting.from_address(meeting.address)
@@ -520,7 +520,7 @@ def work(plan: Plan, folder: Path) -> None:
 def one_run(seed: int) -> None:
     """Play one seed. Raises AssertionError with the seed and the stacks of hanging ranks."""
     plan = Plan.from_seed(seed)
-    fork_server()  # whose own directory is not one of this run
+    start_fork_server()  # whose own directory is not one of this run
     shared = in_shared_memory()
     with (
         tempfile.TemporaryDirectory(prefix="chaos-") as place,
@@ -549,8 +549,8 @@ def one_run(seed: int) -> None:
             raise AssertionError(text) from error
 
 
-def fork_server() -> ForkServerContext:
-    return processes.fork_server(IMPORTED)
+def start_fork_server() -> ForkServerContext:
+    return processes.start_fork_server(IMPORTED)
 
 
 def in_shared_memory() -> set[str]:

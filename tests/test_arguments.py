@@ -347,7 +347,9 @@ def meetings(group: weft.Group) -> None:
     tried(
         Row(group.run_collective, {"step": int, "action": "it"}, {"step": CALLED, "action": TEXT})
     )
-    tried(Row(group.agree, {"value": 1, "what": "it"}, {"value": values.optional(), "what": TEXT}))
+    tried(
+        Row(group.agree, {"value": 1, "label": "it"}, {"value": values.optional(), "label": TEXT})
+    )
     fds = kind_of_values(*WHOLE, -1, 10**6)
     with open(os.devnull) as file:
         passed = {"fd": file.fileno()}

@@ -15,7 +15,7 @@ import weft
 from tests.moe.layers import CONFIGS, Case
 from weft import logs
 from weft.errors import InvalidArgument
-from weft.launcher.processes import fork_server
+from weft.launcher.processes import start_fork_server
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_line_is_written_to_the_terminal_once(tmp_path, level, set_up, lines):
     if set_up is not None and "filename" in set_up:
         set_up = {"filename": str(tmp_path / "own")}
     file = tmp_path / "out"
-    process = fork_server().Process(
+    process = start_fork_server().Process(
         target=write_lines, args=(str(file), level, set_up, list(lines))
     )
     process.start()

@@ -65,10 +65,10 @@ def check_torch() -> None:
 
 def find_foreign_installs() -> list[str]:
     """Return the installed distributions, packages and command `weft` of other projects."""
-    return [*_foreign_distributions(), *_foreign_packages(), *_foreign_command()]
+    return [*_find_foreign_distributions(), *_find_foreign_packages(), *_find_foreign_command()]
 
 
-def _foreign_distributions() -> list[str]:
+def _find_foreign_distributions() -> list[str]:
     """Return installed distributions named `weft` that belong to another project."""
     entries = []
     for dist in importlib.metadata.distributions(name="weft"):
@@ -78,7 +78,7 @@ def _foreign_distributions() -> list[str]:
     return list(dict.fromkeys(entries))
 
 
-def _foreign_packages() -> list[str]:
+def _find_foreign_packages() -> list[str]:
     """Return packages named `weft` on the import path that belong to another project."""
     entries = []
     for entry in dict.fromkeys(sys.path):
@@ -90,7 +90,7 @@ def _foreign_packages() -> list[str]:
     return entries
 
 
-def _foreign_command() -> list[str]:
+def _find_foreign_command() -> list[str]:
     """Return the command `weft` on the PATH if it belongs to another project."""
     command = shutil.which("weft")
     if command is None:

@@ -53,9 +53,9 @@ def check_fields(config: object) -> None:
     Raises:
         InvalidArgument: names the argument and the allowed values.
     """
-    rules = _rules_of(config)
+    rules = _get_rules(config)
     set_fields(
-        config, **{name: _check(rule, getattr(config, name)) for name, rule in rules.items()}
+        config, **{name: _check_value(rule, getattr(config, name)) for name, rule in rules.items()}
     )
 
 
@@ -65,26 +65,26 @@ def check_values(kind: type, **values: Any) -> dict[str, Any]:
     Raises:
         InvalidArgument: as `check_fields`.
     """
-    rules = _rules(kind)
-    return {name: _check(rules[name], value) for name, value in values.items()}
+    rules = _read_rules(kind)
+    return {name: _check_value(rules[name], value) for name, value in values.items()}
 
 
 def max_value(kind: type, name: str) -> int:
     """Return the upper limit of a field with a `Size` rule."""
-    rule = _rules(kind)[name]
+    rule = _read_rules(kind)[name]
     assert isinstance(rule, Size)
     return rule.high
 
 
 def values_by_argument(config: object) -> dict[str, Any]:
     """Return all fields by argument name, for the comparison between ranks at creation."""
-    rules = _rules_of(config).items()
+    rules = _get_rules(config).items()
     return {getattr(rule, "argument", name): getattr(config, name) for name, rule in rules}
 
 
 def to_cpp(config: object, struct: str) -> str:
     """Return the initialiser of the C++ struct that has these fields, in this order."""
-    rules = _rules_of(config).items()
+    rules = _get_rules(config).items()
     entries = (_cpp_initialiser(name, rule, getattr(config, name)) for name, rule in rules)
     return f"{struct}{{{', '.join(entries)}}}"
 
@@ -109,7 +109,7 @@ def _cpp_initialiser(name: str, rule: Any, value: Any) -> str:
     return f".{name} = {str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _check(rule: Any, value: Any) -> Any:
+def _check_value(rule: Any, value: Any) -> Any:
     if isinstance(rule, Size):
         return check_int(rule.argument, value, rule.low, rule.high)
     if isinstance(rule, Choice):
@@ -117,13 +117,13 @@ def _check(rule: Any, value: Any) -> Any:
     return value
 
 
-def _rules_of(config: object) -> Mapping[str, Any]:
+def _get_rules(config: object) -> Mapping[str, Any]:
     kind: Any = type(config)
-    return _rules(kind)
+    return _read_rules(kind)
 
 
 @functools.cache
-def _rules(kind: Any) -> Mapping[str, Any]:
+def _read_rules(kind: Any) -> Mapping[str, Any]:
     """Return the rule of each field by name; None for a field without one."""
     hints = get_type_hints(kind, include_extras=True)
     return {f.name: getattr(hints[f.name], "__metadata__", (None,))[0] for f in fields(kind)}

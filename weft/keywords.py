@@ -46,10 +46,14 @@ def explain_keywords(names: MutableMapping[str, Any]) -> None:
     """
     for name in names["__all__"]:
         value = names[name]
-        if isinstance(value, FunctionType) and _is_own(value):
+        if isinstance(value, FunctionType) and _is_defined_in_weft(value):
             names[name] = _wrap(value, name)
-        elif isinstance(value, type) and _is_own(value) and not issubclass(value, BaseException):
-            for base in filter(_is_own, value.__mro__):
+        elif (
+            isinstance(value, type)
+            and _is_defined_in_weft(value)
+            and not issubclass(value, BaseException)
+        ):
+            for base in filter(_is_defined_in_weft, value.__mro__):
                 _explain_class(base)
 
 
@@ -125,5 +129,5 @@ def _raise_bad_call(
     raise BadCall(f"{func_name}() has no argument {suggestions}{end} {usage}") from None
 
 
-def _is_own(value: Any) -> bool:
+def _is_defined_in_weft(value: Any) -> bool:
     return str(value.__module__).split(".")[0] == "weft"

@@ -117,14 +117,14 @@ def test_together_returns_or_fails_everywhere(group):
 @on_ranks(3, "threads")
 def test_agree_names_two_ranks_and_what_differs(group):
     same = {"hidden": 8, "dtype": "bf16"}
-    group.agree(same, what="geometry")
+    group.agree(same, label="geometry")
     for values, text in (
         ([same, same, {**same, "hidden": 16}], "rank 0 has hidden=8 and rank 2 has hidden=16"),
         ([4, 5, 4], "rank 0 has 4 and rank 1 has 5"),
         ([{"a": 1}, {"a": 1, "b": None}, {"a": 1}], "rank 0 has no b and rank 1 has b=None"),
     ):
         with pytest.raises(GeometryMismatch, match=f"geometry differs: {text}"):
-            group.agree(values[group.rank], what="geometry")
+            group.agree(values[group.rank], label="geometry")
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

@@ -15,7 +15,7 @@ from tests.group.meetings import LONG, SOON, all_ranks, answer, connect, gather,
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.group import liveness
 from weft.group.meeting import ABI, Meeting, meet
-from weft.launcher.processes import fork_server
+from weft.launcher.processes import start_fork_server
 
 
 def has_listener(meeting):
@@ -109,7 +109,7 @@ def test_no_descriptor_is_left_by_success_or_failure():
 def test_a_rank_that_is_killed_while_it_waits_ends_the_meeting(meeting, victim):
     """The meeting ends for the present ranks, and for one that comes later."""
     place = Meeting.from_address(meeting.address)
-    process = fork_server().Process(
+    process = start_fork_server().Process(
         target=gather, args=(meeting if victim == 0 else place, victim, 4, LONG)
     )
     process.start()

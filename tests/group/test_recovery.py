@@ -81,7 +81,7 @@ def stop():
 def together(group):
     """Check that control messages and shared memory work among the living ranks."""
     assert group.all_gather(group.rank) == [r if r in group.living else None for r in range(4)]
-    group.agree({"a": 1}, what="a")
+    group.agree({"a": 1}, label="a")
     with Heap.create(group, 64) as heap:
         for peer in group.living:
             heap.tensor((4,), torch.int32, rank=peer)[group.rank] = 1

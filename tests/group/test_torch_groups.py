@@ -35,14 +35,14 @@ def test_torch_groups_both_ways(group):
     os.environ["WEFT_HOST"] = str(group.rank)
     with Group.from_torch(pg, device="cpu", timeout=600.0) as other:
         other.barrier()
-        other.agree({"a": 1}, what="it")
+        other.agree({"a": 1}, label="it")
         assert other.all_gather(other.rank + 1) == [1, 2]
         with pytest.raises(InvalidArgument, match="this group spans several machines"):
             other.exchange_fds(0)
         with pytest.raises(CreationFailed, match="^it failed on rank 1 of 2: OSError: x$"):
             other.vote(OSError("x") if group.rank else None, action="it")
         with pytest.raises(GeometryMismatch):
-            other.agree(group.rank, what="it")
+            other.agree(group.rank, label="it")
     group.close()
     assert not dist.is_initialized()
     assert call_outcome(other.barrier)[0] == "OutOfOrder"

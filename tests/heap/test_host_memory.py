@@ -52,7 +52,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 def refusal(group: weft.Group, size: int) -> str:
     try:
-        host_memory.check_host_memory(group, size, what="a heap")
+        host_memory.check_host_memory(group, size, label="a heap")
     except InvalidArgument as error:
         return str(error)
     return ""

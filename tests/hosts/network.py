@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import weft
 from weft.cli.namespaces import ADDRESS, Namespaces, can_create, enter, ip
-from weft.launcher.processes import fork_server
+from weft.launcher.processes import start_fork_server
 
 PORT = 29571
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ class Job:
                 "WEFT_HOST": f"host-{host}",
             }  # fmt: skip
             namespace = None if spaces is None else spaces.of(host)
-            process = fork_server().Process(
+            process = start_fork_server().Process(
                 target=run_rank,
                 args=(self.folder, {**os.environ, **environment}, namespace, body, args),
             )

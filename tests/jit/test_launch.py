@@ -147,7 +147,7 @@ def test_architecture_of_the_current_gpu(fake: Driver, monkeypatch: pytest.Monke
     for (major, minor), arch in (((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((8, 6), "sm_86")):
         numbers = {"MAJOR": major, "MINOR": minor}
         monkeypatch.setattr(
-            module, "_device_attribute", lambda name, n=numbers: n[name.rsplit("_", 1)[1]]
+            module, "_get_device_attribute", lambda name, n=numbers: n[name.rsplit("_", 1)[1]]
         )
         assert module.current_arch() == arch
 

@@ -33,7 +33,7 @@ from weft.errors import (
 from weft.group.group import Group
 from weft.launcher import processes
 from weft.launcher.launch import launch
-from weft.launcher.reports import Report, launch_error
+from weft.launcher.reports import Report, build_launch_error
 
 DEVICES = ("threads", "cpu")
 BOTH = pytest.mark.parametrize("device", DEVICES)
@@ -101,7 +101,7 @@ def test_launches_of_several_threads_leave_the_environment_alone(monkeypatch):
     monkeypatch.setattr(forkserver, "ensure_running", lambda: time.sleep(0.1))
     before = dict(os.environ)
     with ThreadPoolExecutor(3) as threads:
-        started = [threads.submit(processes.fork_server) for _ in range(2)]
+        started = [threads.submit(processes.start_fork_server) for _ in range(2)]
         time.sleep(0.05)
         assert threads.submit(processes._copy_environment).result() == before
         for each in started:
@@ -181,7 +181,7 @@ def from_daemon(results):
 
 
 def test_a_daemonic_process_launches_threads_alone():
-    context = processes.fork_server()
+    context = processes.start_fork_server()
     results = context.Queue()
     context.Process(target=from_daemon, args=(results,), daemon=True).start()
     assert results.get(timeout=100.0) == [0, 1]
@@ -292,11 +292,11 @@ def test_an_echo_that_names_a_returned_rank_comes_before_other_echoes():
     ]
     for rank, when in enumerate((20.0, 10.0, 30.0)):
         reports[rank].timestamp = when
-    text = str(launch_error(reports, 3, 1.0))
+    text = str(build_launch_error(reports, 3, 1.0))
     assert text.startswith("rank 2 of 3 raised PeerTimeout")
     assert "Rank 1 had returned from its function 20.00 s before: every rank must" in text
     reports[1].timestamp = 40.0  # it returned after: that is no reason
-    assert "had returned" not in str(launch_error(reports, 3, 1.0))
+    assert "had returned" not in str(build_launch_error(reports, 3, 1.0))
 
 
 def test_a_mismatch_blames_no_rank_for_waiting():
@@ -316,7 +316,7 @@ def test_an_error_that_follows_from_an_echo_is_an_echo(explicit):
     error.__suppress_context__ = explicit
     report, cause = Report.from_error(0, error), Report.from_error(1, KeyError("mine"))
     assert cause.timestamp >= report.timestamp
-    assert "rank 1 of 2 raised KeyError" in str(launch_error([report, cause], 2, 1.0))
+    assert "rank 1 of 2 raised KeyError" in str(build_launch_error([report, cause], 2, 1.0))
 
 
 def test_an_error_that_is_its_own_cause_is_reported():
@@ -335,10 +335,10 @@ def test_a_failure_prefers_causes_over_echoes_and_early_over_late():
     )
     early.timestamp -= 10.0
     reports = [echo, late, early, Report(3, "returned")]
-    assert "rank 2 of 4 raised ValueError: early" in str(launch_error(reports, 4, 1.0))
+    assert "rank 2 of 4 raised ValueError: early" in str(build_launch_error(reports, 4, 1.0))
     reports = [echo, Report(1, "returned")]
-    assert "rank 0 of 2 raised RendezvousFailed" in str(launch_error(reports, 2, 1.0))
-    assert launch_error([Report(0, "returned")], 1, 1.0) is None
+    assert "rank 0 of 2 raised RendezvousFailed" in str(build_launch_error(reports, 2, 1.0))
+    assert build_launch_error([Report(0, "returned")], 1, 1.0) is None
 
 
 def test_functions_that_a_new_process_cannot_import_are_refused(monkeypatch):
@@ -445,7 +445,7 @@ def start_launcher(own_server, out, temporary):
         words = [sys.executable, str(script), str(out)]
         job = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL)
         return job.kill, job.wait
-    processes.fork_server()
+    processes.start_fork_server()
     process = fork(launcher, "", 0, str(out))
     return process.kill, process.join
 

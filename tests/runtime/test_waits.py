@@ -67,7 +67,7 @@ def test_ranks_in_different_calls_name_each_other_and_their_calls(ranks, caplog)
             if group.rank == 0:
                 operator.dispatch(X, IDS)
             else:
-                group.agree(1, what="the batch")
+                group.agree(1, label="the batch")
 
     ranks(2, "threads")(body)
     assert waits(caplog)[0].endswith("waits in agreement on the batch")

@@ -456,18 +456,18 @@ class Group:
         """
         return self._messages.run_collective(step, action=action)
 
-    def agree(self, value: JSON, *, what: str) -> None:
+    def agree(self, value: JSON, *, label: str) -> None:
         """Check that every rank passes an equal `value`. Collective.
 
         Args:
             value: JSON value of this rank.
-            what: Name of the value, for errors.
+            label: Name of the value, for errors.
 
         Raises:
             GeometryMismatch: values differ. Every rank raises the same text with two ranks and both
                 values; for dicts, only the keys that differ.
         """
-        self._messages.agree(value, what=what)
+        self._messages.agree(value, label=label)
 
     def exchange_fds(self, fd: int, *, timeout: float | None = None) -> list[int | None]:
         """Return one file descriptor of every rank, in rank order. Collective.
@@ -525,17 +525,17 @@ class Group:
         return self._messages.next_generation()
 
     @internal
-    def next_number(self, what: str, last: int, limit: int) -> int:
+    def next_number(self, label: str, last: int, limit: int) -> int:
         """Return the number after `last`, from 1 to `limit`, equal on every rank. Collective.
 
         A new process gets the number that the survivors have for the same object.
 
         Args:
-            what: Name of the counter, for errors.
+            label: Name of the counter, for errors.
             last: This rank's previous number.
             limit: Largest number; 1 follows it.
         """
-        return self._messages.next_number(what, last, limit)
+        return self._messages.next_number(label, last, limit)
 
     @internal
     def creation(

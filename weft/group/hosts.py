@@ -288,7 +288,7 @@ def group_by_host(
         else:
             hosts.append([machine])
     ranks = tuple(tuple(sorted(itertools.chain(*host))) for host in hosts)
-    names = tuple(_host_name(reports, host) for host in hosts)
+    names = tuple(_format_host_name(reports, host) for host in hosts)
     for name, host_ranks in zip(names, ranks, strict=True):
         if len(host_ranks) != len(ranks[0]):
             raise RendezvousFailed(
@@ -299,7 +299,7 @@ def group_by_host(
     return ranks, names
 
 
-def _host_name(reports: list[Any], machines: list[list[int]]) -> str:
+def _format_host_name(reports: list[Any], machines: list[list[int]]) -> str:
     first = reports[machines[0][0]]
     others = f" and {len(machines) - 1} more" if len(machines) > 1 else ""
     return sanitize_text(first["part"] or first["host"]) + others

@@ -115,7 +115,7 @@ class Messages:
 
     def gather(self, op: str, value: JSON, timeout: float | None = None) -> list[Any]:
         """Return every rank's value without recording the call. Collective."""
-        return self.control.gather(op, value, self._seconds(timeout))
+        return self.control.gather(op, value, self._resolve_timeout(timeout))
 
     def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:
         """See `Group.all_gather`."""
@@ -188,20 +188,20 @@ class Messages:
             problem = None  # its traceback references this frame and those of the callers
         return cast("T", result)
 
-    def agree(self, value: JSON, *, what: str) -> None:
+    def agree(self, value: JSON, *, label: str) -> None:
         """See `Group.agree`."""
-        check_instance("what", what, str)
-        self.record(lambda messages: messages.compare(value, what))
+        check_instance("label", label, str)
+        self.record(lambda messages: messages.check_equal(value, label))
 
-    def compare(self, value: JSON, what: str) -> None:
+    def check_equal(self, value: JSON, label: str) -> None:
         """Check that all ranks pass an equal value, without recording the call. Collective."""
-        values = self.gather(f"agreement on {what}", value)
+        values = self.gather(f"agreement on {label}", value)
         first = self.living[0]
         for rank in self.living:
             if values[rank] != values[first]:
                 theirs, ours = _describe_difference(values[rank], values[first])
                 raise GeometryMismatch(
-                    f"{what} differs: rank {first} has {ours} and rank {rank} has {theirs}; pass "
+                    f"{label} differs: rank {first} has {ours} and rank {rank} has {theirs}; pass "
                     "the same on every rank"
                 )
 
@@ -212,24 +212,24 @@ class Messages:
             os.fstat(fd)
         except OSError as error:
             raise InvalidArgument(f"fd is {fd}; it must be an open descriptor: {error}") from error
-        return self.control.exchange_fds(fd, self._seconds(timeout))
+        return self.control.exchange_fds(fd, self._resolve_timeout(timeout))
 
     def next_generation(self) -> int:
         """See `Group.next_generation`."""
         self.generation = self.next_number("generation", self.generation, 0xFFFF)
         return self.generation
 
-    def next_number(self, what: str, last: int, limit: int) -> int:
+    def next_number(self, label: str, last: int, limit: int) -> int:
         """See `Group.next_number`."""
         chosen: list[int] = []
 
         def choose() -> int:
-            proposals = self.gather(what, None if self.is_newcomer else last % limit + 1)
+            proposals = self.gather(label, None if self.is_newcomer else last % limit + 1)
             # The maximum, because an interrupted creation may have begun on some ranks only.
             chosen.append(max(number for number in proposals if number is not None))
             return chosen[0]
 
-        return cast("int", self.record(lambda messages: messages.gather(what, chosen[0]), choose))
+        return cast("int", self.record(lambda messages: messages.gather(label, chosen[0]), choose))
 
     @contextlib.contextmanager
     def creation(
@@ -271,7 +271,7 @@ class Messages:
             creation.steps.append(step)
         return result
 
-    def _seconds(self, timeout: float | None) -> float:
+    def _resolve_timeout(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else check_seconds("timeout", timeout)
 
 

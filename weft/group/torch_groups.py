@@ -172,7 +172,7 @@ def _parse_message(rank: int, op: str, row: bytes) -> dict[str, Any]:
     return message
 
 
-class Entries:
+class GatherLog:
     """Record, in the store, of the gathers that the ranks of a process group have entered.
 
     torch.distributed does not report which ranks a collective waits for.
@@ -186,14 +186,14 @@ class Entries:
     def enter(self, action: str) -> None:
         """Record that this rank enters its next gather."""
         self._count += 1
-        self._store.set(self._key(self._rank), f"{self._count} {action}")
+        self._store.set(self._store_key(self._rank), f"{self._count} {action}")
 
-    def missing(self) -> list[str] | None:
+    def find_missing(self) -> list[str] | None:
         """Describe each rank that has not entered this rank's gather, with its last gather.
 
         Returns None if the store does not answer.
         """
-        values = self._store.get([self._key(rank) for rank in range(self._size)])
+        values = self._store.get([self._store_key(rank) for rank in range(self._size)])
         if values is None:
             return None
         missing = []
@@ -205,11 +205,11 @@ class Entries:
                 )
         return missing
 
-    def _key(self, rank: int) -> str:
+    def _store_key(self, rank: int) -> str:
         return f"weft/entered/{self._name}/{rank}"
 
 
-_entries: WeakKeyDictionary[dist.ProcessGroup, Entries] = WeakKeyDictionary()
+_entries: WeakKeyDictionary[dist.ProcessGroup, GatherLog] = WeakKeyDictionary()
 
 
 def gather_bytes(
@@ -221,9 +221,9 @@ def gather_bytes(
         RendezvousFailed: a rank failed or did not call within `timeout` seconds.
     """
     if group not in _entries:
-        _entries[group] = Entries(group)
+        _entries[group] = GatherLog(group)
     _entries[group].enter(action)
-    device = _message_device(group)
+    device = _select_message_device(group)
     size = dist.get_world_size(group)
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(size)]
@@ -280,7 +280,7 @@ def _all_gather(
 
 
 def _describe_missing(group: dist.ProcessGroup, action: str) -> str:
-    missing = _entries[group].missing()
+    missing = _entries[group].find_missing()
     if missing:
         return (
             f"{', '.join(missing)} did not enter it: every rank of the process group must call "
@@ -291,7 +291,7 @@ def _describe_missing(group: dist.ProcessGroup, action: str) -> str:
     return "Every rank has entered it: a rank died since, or the network between them is slow"
 
 
-def _message_device(group: dist.ProcessGroup) -> torch.device:
+def _select_message_device(group: dist.ProcessGroup) -> torch.device:
     if "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

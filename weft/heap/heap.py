@@ -257,8 +257,8 @@ def _create_shares(group: Group, size: int) -> tuple[int, Shares]:
         size = group.run_collective(
             lambda: check_int("size", size, 1, MAX_BYTES), action="creating a heap"
         )
-        group.agree({"size": size}, what="the heap's size")
-        check_host_memory(group, size, what="a heap")
+        group.agree({"size": size}, label="the heap's size")
+        check_host_memory(group, size, label="a heap")
         generation = group.next_generation()
         on_gpu = group.device.type == "cuda"
         shares = _create_device_shares(group, size) if on_gpu else _create_host_shares(group, size)

@@ -23,10 +23,10 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")  # in memory.stat
 
 
-def check_host_memory(group: Group, bytes_each: int, *, what: str) -> None:
+def check_host_memory(group: Group, bytes_each: int, *, label: str) -> None:
     """Raise InvalidArgument on every rank if `bytes_each` per rank exceeds the memory. Collective.
 
-    Ranks in one control group share its limit. `what` names the object for errors.
+    Ranks in one control group share its limit. `label` names the object for errors.
     """
     if group.device.type != "cpu":
         return
@@ -40,7 +40,7 @@ def check_host_memory(group: Group, bytes_each: int, *, what: str) -> None:
     if total > min_available:
         rank = next(r for r, (available, _, _) in gathered.items() if available == min_available)
         raise InvalidArgument(
-            f"{what} needs {_format_size(bytes_each)} on each of {num_ranks} ranks, "
+            f"{label} needs {_format_size(bytes_each)} on each of {num_ranks} ranks, "
             f"{_format_size(total)} in total; rank {rank} sees {_format_size(min_available)} "
             f"available on this host (MemAvailable and SwapFree in /proc/meminfo): {_REMEDY}"
         )
@@ -48,7 +48,7 @@ def check_host_memory(group: Group, bytes_each: int, *, what: str) -> None:
         count = sum(other == cgroup for _, other, _ in gathered.values())
         if limit is not None and count * bytes_each > limit:
             raise InvalidArgument(
-                f"{what} needs {_format_size(bytes_each)} on each of {num_ranks} ranks, "
+                f"{label} needs {_format_size(bytes_each)} on each of {num_ranks} ranks, "
                 f"{_format_size(count * bytes_each)} in total for the {count} in the control group "
                 f"of rank {rank}, which has {_format_size(limit)} left ({cgroup}): raise its "
                 f"memory limit, or {_REMEDY}"
@@ -69,7 +69,7 @@ def find_tightest_cgroup() -> tuple[str, int | None]:
     for path in [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]:
         folder = CGROUPS / path
         for cgroup in (folder, *folder.parents):
-            left = _bytes_left(cgroup)
+            left = _read_bytes_left(cgroup)
             if left is not None:
                 remaining.append((left, str(cgroup)))
             if cgroup == CGROUPS:
@@ -80,7 +80,7 @@ def find_tightest_cgroup() -> tuple[str, int | None]:
     return tightest, left
 
 
-def _bytes_left(folder: Path) -> int | None:
+def _read_bytes_left(folder: Path) -> int | None:
     """Return the bytes left in a control group, or None if it has no limit."""
     try:
         limit = int((folder / "memory.max").read_text())

@@ -126,22 +126,22 @@ class Cache:
                 than `lock_timeout`.
         """
         start = time.monotonic()
-        what = f"{meta['name']} ({meta['kind']}, {meta['arch']})"
+        label = f"{meta['name']} ({meta['kind']}, {meta['arch']})"
         with self._open_directory() as folder:
             if (data := self._read(folder, key)) is not None:
-                _log.info("%s: read from %s in %.3f s", what, self.path, time.monotonic() - start)
-                _log.debug("%s: its key is %s", what, key)
+                _log.info("%s: read from %s in %.3f s", label, self.path, time.monotonic() - start)
+                _log.debug("%s: its key is %s", label, key)
                 return data
             with self._hold_lock(folder, key, meta["name"]):
                 if (data := self._read(folder, key, warn=True)) is not None:
                     waited = time.monotonic() - start
-                    _log.info("%s: another process compiled it, waited %.3f s", what, waited)
+                    _log.info("%s: another process compiled it, waited %.3f s", label, waited)
                     return data
                 data = build()
                 self._write(folder, key, meta, data)
                 elapsed = time.monotonic() - start
-                _log.info("%s: compiled in %.3f s, %d bytes", what, elapsed, len(data))
-                _log.debug("%s: by %s, in %s as %s", what, meta["compiler"], self.path, key)
+                _log.info("%s: compiled in %.3f s, %d bytes", label, elapsed, len(data))
+                _log.debug("%s: by %s, in %s as %s", label, meta["compiler"], self.path, key)
                 return data
 
     def entries(self) -> list[Entry]:
@@ -406,7 +406,7 @@ def open_private_directory(path: Path, *, purpose: str, variable: str = "WEFT_CA
 def _check_directory(path: Path, fd: int, purpose: str, variable: str, *, is_last: bool) -> None:
     """Raise SetupError unless a directory, or a parent of it (not `is_last`), is safe."""
     status, user = os.fstat(fd), os.geteuid()
-    owners = {user} if is_last else {user, 0, *_unmapped_owners()}
+    owners = {user} if is_last else {user, 0, *_get_unmapped_owners()}
     if status.st_uid not in owners:
         owner = "this user" if is_last else "this user or root"
         raise SetupError(
@@ -428,7 +428,7 @@ def _check_directory(path: Path, fd: int, purpose: str, variable: str, *, is_las
     )
 
 
-def _unmapped_owners() -> set[int]:
+def _get_unmapped_owners() -> set[int]:
     """Return the overflow uid, which stands for users that this user namespace does not map.
 
     In a rootless container it owns `/` and `/home`, which belong to the host's root.

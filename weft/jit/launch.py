@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from weft.cuda.driver import describe_status, load_driver
 from weft.errors import DriverError, InvalidArgument
-from weft.jit.module import Function, cluster_attribute
+from weft.jit.module import Function, build_cluster_attribute
 
 _THREAD_LIMIT = 1024  # threads of a block, on every GPU so far
 
@@ -137,7 +137,7 @@ def _build_config(cuda: Any, shared: int, use_pdl: bool, cluster: int) -> Any:
         attribute.value.programmaticStreamSerializationAllowed = 1
         attributes.append(attribute)
     if cluster > 1:
-        attributes.append(cluster_attribute(cuda, cluster))
+        attributes.append(build_cluster_attribute(cuda, cluster))
     config = cuda.CUlaunchConfig()
     config.sharedMemBytes = shared
     if attributes:

@@ -30,7 +30,7 @@ class Function:
     owner: object = None  # its module, kept alive by this reference
 
 
-def cluster_attribute(cuda: Any, cluster: int) -> Any:
+def build_cluster_attribute(cuda: Any, cluster: int) -> Any:
     """Create the launch attribute for clusters of `cluster` blocks in x."""
     attribute = cuda.CUlaunchAttribute()
     attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -83,7 +83,7 @@ class CudaModule:
             static = call_driver(
                 "cuFuncGetAttribute", which.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle
             )
-            limit = _device_attribute("CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+            limit = _get_device_attribute("CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
             call_driver(
                 "cuFuncSetAttribute",
                 handle,
@@ -119,7 +119,7 @@ class CudaModule:
         config = cuda.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.attrs, config.numAttrs = [cluster_attribute(cuda, cluster)], 1
+        config.attrs, config.numAttrs = [build_cluster_attribute(cuda, cluster)], 1
         status, count = cuda.cuOccupancyMaxActiveClusters(handle, config)
         if status == cuda.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:
             return 0
@@ -261,13 +261,13 @@ def current_arch() -> str:
     Raises DriverError without a current context.
     """
     require_context("querying the GPU's architecture")
-    major = _device_attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR")
-    minor = _device_attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR")
+    major = _get_device_attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR")
+    minor = _get_device_attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR")
     # From Hopper on, "a" enables architecture-specific instructions (wgmma, tcgen05).
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def _device_attribute(name: str) -> int:
+def _get_device_attribute(name: str) -> int:
     which = getattr(load_driver().CUdevice_attribute, name)
     return int(
         call_driver("cuDeviceGetAttribute", which, call_driver("cuCtxGetDevice"), action=name)

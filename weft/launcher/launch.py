@@ -21,7 +21,7 @@ from weft.errors import InvalidArgument, SetupError
 from weft.group.group import Group
 from weft.group.meeting import Meeting
 from weft.launcher.processes import GRACE, GRACE_MEETING, Job, abort_rendezvous, run_processes
-from weft.launcher.reports import Report, launch_error, run_and_report
+from weft.launcher.reports import Report, build_launch_error, run_and_report
 from weft.shape import MAX_RANKS
 
 T = TypeVar("T")
@@ -84,7 +84,9 @@ def launch(
     finally:
         meeting.close()
     survivors = [report for report in reports if report.kind != "died"]
-    error = launch_error(survivors if tolerate_deaths and survivors else reports, ranks, timeout)
+    error = build_launch_error(
+        survivors if tolerate_deaths and survivors else reports, ranks, timeout
+    )
     if error is not None:
         raise error
     return [report.value for report in reports]

@@ -60,7 +60,7 @@ class _Rank:
 
 def run_processes(job: Job, timeout: float) -> list[Report]:
     """Run every rank of `job` in its own process and return one report per rank."""
-    context = fork_server()
+    context = start_fork_server()
     deadline = time.monotonic() + timeout
     ranks: list[_Rank] = []
     try:
@@ -75,7 +75,7 @@ def run_processes(job: Job, timeout: float) -> list[Report]:
         _terminate(ranks)
 
 
-def fork_server(more: Sequence[str] = ()) -> ForkServerContext:
+def start_fork_server(more: Sequence[str] = ()) -> ForkServerContext:
     """Return the context of the fork server, which preloads `_PRELOAD` and `more` at its start.
 
     The server searches this process's sys.path. By default CPython runs it as `python -c` without

@@ -54,8 +54,8 @@ class Report:
             text=str(error),
             trace=trace,
             timestamp=time.monotonic(),
-            echo=_echo_level(error),
-            blamed_ranks=_named_ranks(rank, error),
+            echo=_classify_echo(error),
+            blamed_ranks=_find_named_ranks(rank, error),
         )
 
     def summary(self, ranks: str = "") -> str:
@@ -94,7 +94,7 @@ def run_and_report(
         return report
 
 
-def _echo_level(error: BaseException, seen: frozenset[int] = frozenset()) -> int:
+def _classify_echo(error: BaseException, seen: frozenset[int] = frozenset()) -> int:
     """Return whether `error` only repeats another rank's error, as `Report.echo`."""
     if isinstance(error, GroupError | RendezvousFailed):
         return 2
@@ -105,10 +105,10 @@ def _echo_level(error: BaseException, seen: frozenset[int] = frozenset()) -> int
     seen |= {id(error)}
     if before is None or id(before) in seen:  # an error may be its own cause (raise e from e)
         return 0
-    return min(1, _echo_level(before, seen))
+    return min(1, _classify_echo(before, seen))
 
 
-def _named_ranks(rank: int, error: BaseException) -> tuple[int, ...]:
+def _find_named_ranks(rank: int, error: BaseException) -> tuple[int, ...]:
     """Return the other ranks that `error` names if this rank's group broke while it waited.
 
     All errors of weft write a rank as "rank 3". A GeometryMismatch is not about a wait.
@@ -120,7 +120,7 @@ def _named_ranks(rank: int, error: BaseException) -> tuple[int, ...]:
     return tuple(other for other in dict.fromkeys(named) if other != rank)
 
 
-def launch_error(reports: list[Report], ranks: int, timeout: float) -> RankFailed | None:
+def build_launch_error(reports: list[Report], ranks: int, timeout: float) -> RankFailed | None:
     """Return the error that a launch raises for its reports, or None if every rank returned.
 
     The error names one rank: preferably one that raised or died on its own, then one whose error

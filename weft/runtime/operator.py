@@ -163,7 +163,7 @@ class Operator(ABC):
         self.group, self.kind, self._owner = group, label.split(" ", 1)[1], os.getpid()
         manifest = {**self._manifest(), "WEFT_DEBUG": self.debug_checks is not None}
         try:
-            group.agree(dict(manifest), what=f"{self.kind} geometry")
+            group.agree(dict(manifest), label=f"{self.kind} geometry")
             if group.hosts == 1:
                 self._allocate(label)
             else:
@@ -183,7 +183,7 @@ class Operator(ABC):
             self._count_local_bytes(),
         )
         if own_bytes:
-            check_host_memory(local, share_bytes + own_bytes, what=label)
+            check_host_memory(local, share_bytes + own_bytes, label=label)
         self.heap = Heap.create(local, share_bytes)
         end = self.heap.base + local.size * self.heap.stride
         _heaps[id(self.heap)] = self.heap.base, end, self.kind

@@ -139,7 +139,7 @@ class MoE:
                 lambda: build_plans(config, options, group.device, hosts=group.hosts),
                 action="preparing an MoE layer",
             )
-            group.agree(options.manifest(config), what="MoE layer")
+            group.agree(options.manifest(config), label="MoE layer")
             choice = agree_on_choice(group, list(plans), overlap=overlap, max_tokens=max_tokens)
             plan = plans[choice.mode, choice.overlap]
             cls = LowLatencyWorkspace if plan.mode == "low_latency" else ThroughputWorkspace
@@ -523,7 +523,7 @@ class MoE:
         self._weights = group.run_collective(check_and_prepare, action="loading an MoE layer")
         placement = weakref.ref(self._placement)  # the group keeps the callback
         group.record(
-            lambda messages: messages.compare(
+            lambda messages: messages.check_equal(
                 _build_placement_manifest(placement()), "the placement of experts"
             )
         )

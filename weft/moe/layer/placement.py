@@ -126,7 +126,7 @@ class LayerPlacement:
             # To move weights between ranks, all must have the same current placement.
             current = list(old.logical) if weights is None else None
             placement = {"logical": list(replicas.logical), "current": current}
-            group.agree(placement, what="the placement of experts")
+            group.agree(placement, label="the placement of experts")
             synchronize_device(group.device)
             relocation = None
             if weights is None:
