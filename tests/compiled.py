@@ -200,8 +200,8 @@ def compare_low_latency(
         case = Round((5, 3), top_k=3, experts=8, hidden=512)
         with mode.make(group, case, 8) as a2a:
             compare_compiled(group, run_two_live, options, a2a, case, turns)
-            assert a2a.traced_handles.taken == (False, False)
-            assert not a2a.traced_handles.alive
+            assert a2a.traced_handles.in_use == (False, False)
+            assert not a2a.traced_handles.handles
             a2a.check()
 
 

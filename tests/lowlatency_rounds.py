@@ -105,9 +105,9 @@ def expected_out(
 ) -> torch.Tensor:
     """Return the expected combine result for this rank's inputs."""
     x, ids, weights, add = inputs
-    sent = low.delivered_rows(x, mode.quantize, mode.group_size, mode.scale, mode.recipe)
+    sent = low.compute_delivered_rows(x, mode.quantize, mode.group_size, mode.scale, mode.recipe)
     rows = dequantized_rows(*sent, x.dtype)
-    chosen = low.valid_ids(ids, case.experts)
+    chosen = low.mask_invalid_ids(ids, case.experts)
     each = rows[:, None].expand(-1, case.top_k, -1)
     return low.combine(
         apply_expert(each, chosen.clamp(min=0)),
@@ -181,7 +181,7 @@ def play(
     x, ids, weights, add = inputs[group.rank]
     sent = [(i[0], drop_dead_ids(i[1], a2a.placement.ranks, living), *i[2:]) for i in inputs]
     if poison:
-        for slot in a2a.slots:
+        for slot in a2a.result_buffers:
             slot.x.view(torch.uint8).fill_(0xFF)
     passed = weights if case.weighted else None
     if split_phase:

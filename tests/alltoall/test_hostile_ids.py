@@ -86,7 +86,7 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
             seeds = [1000 * number + rank for rank in range(group.size)]
             ids = extreme_ids(seeds[group.rank], wide=wide).to(group.device)
             x = tokens(seeds[group.rank]).to(group.device)
-            slot = a2a.slots[number % len(a2a.slots)]
+            slot = a2a.result_buffers[number % len(a2a.result_buffers)]
             slot.x.view(torch.uint8).fill_(MARK)
             synchronize(group.device)
             group.barrier()
@@ -109,7 +109,7 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
                 assert torch.equal(got.source[expert, :count].cpu(), want.source[expert, :count])
             out = a2a.combine(torch.ones_like(got.x), ids, None, got.handle)
             synchronize(group.device)
-            served = (meaning.valid_ids(ids.cpu(), EXPERTS) >= 0).sum(dim=1)
+            served = (meaning.mask_invalid_ids(ids.cpu(), EXPERTS) >= 0).sum(dim=1)
             assert torch.equal(out.cpu().float(), served[:, None].expand(-1, HIDDEN).float())
             with pytest.raises(BadExpertId):
                 a2a.check()

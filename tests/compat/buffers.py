@@ -61,7 +61,7 @@ def returned(
 ) -> torch.Tensor:
     """Return the combine result of identity experts for x, ids and weights."""
     x, ids, weights = given
-    sent, scales = low.delivered_rows(x, quantize, 128, scale, recipe)
+    sent, scales = low.compute_delivered_rows(x, quantize, 128, scale, recipe)
     rows = sent if scales is None else dequantize(sent, scales).bfloat16()
     every = rows[:, None].expand(-1, ids.shape[1], -1)
     return low.combine(every, ids, weights, weft.Placement.blocks(experts, ranks))

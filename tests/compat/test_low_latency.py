@@ -197,7 +197,7 @@ def in_turn(group: weft.Group, buffer: Buffer) -> None:
 def reuse_slot(group: weft.Group, buffer: Buffer) -> None:
     """The third result reuses the slot of the first, whose handle is then refused."""
     results = [dispatched(buffer, 0) for _ in range(3)]
-    with pytest.raises(OutOfOrder, match="dispatch 1: a later dispatch has taken its slot"):
+    with pytest.raises(OutOfOrder, match="dispatch 1: a later dispatch has reused its memory"):
         buffer.low_latency_combine(*results[0])
     with pytest.raises(OutOfOrder, match="a later dispatch has reused the memory"):
         buffer.get_next_low_latency_combine_buffer(results[0][3])

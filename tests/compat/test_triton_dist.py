@@ -61,7 +61,7 @@ def measured(group: weft.Group) -> None:
     older = meta
     for _ in range(2):
         layer.dispatch(x, None, ids)
-    with pytest.raises(OutOfOrder, match="dispatch 7: a later dispatch has taken its slot"):
+    with pytest.raises(OutOfOrder, match="dispatch 7: a later dispatch has reused its memory"):
         layer.combine(y, ids, weights, older)
     layer.dump_dispatch_trace()
     layer.dump_combine_trace()

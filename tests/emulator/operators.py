@@ -150,7 +150,7 @@ class EmulatedLow(Emulated):
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
         """Run one operation to its end."""
         threads = lowlatency.FEW_THREADS
-        plan = lowlatency.plan_low(self._shape, name, tokens, threads, SMS, RESIDENT)
+        plan = lowlatency.plan_launch(self._shape, name, tokens, threads, SMS, RESIDENT)
         args.senders = plan.senders
         self.plans[name] = plan
         self.launch(name, args, plan.ctas, plan.threads)

@@ -20,11 +20,11 @@ from tests.kinds import EMULATED, on_ranks
 from tests.lowlatency.test_lowlatency import CASES
 from tests.lowlatency_rounds import play
 from weft.heap.header import PHASES
-from weft.lowlatency.config import trace_record
-from weft.lowlatency.trace import ROLES, read_work
+from weft.lowlatency.config import get_trace_record_type
+from weft.lowlatency.trace import ROLES, read_work_records
 from weft.runtime.timeline import read_timeline
 
-TraceRecord = trace_record(2)
+TraceRecord = get_trace_record_type(2)
 pytestmark = pytest.mark.slow
 
 SEVERAL = [name for name in CASES if "several" in name]
@@ -85,7 +85,7 @@ def test_every_cta_of_a_profiled_kernel_leaves_its_page(group):
         play(a2a, mode, case, poison=False)
         for phase in ("dispatch", "combine"):
             plan = entries.plans[phase]
-            done = [w for w in read_work(a2a._tracks, group.rank, 2) if w.phase == phase]
+            done = [w for w in read_work_records(a2a._tracks, group.rank, 2) if w.phase == phase]
             # A page from each CTA but the coordinator, whole.
             assert sorted(work.team for work in done) == list(range(1, plan.ctas))
             roles = [work.role for work in sorted(done, key=lambda work: work.team)]

@@ -44,7 +44,7 @@ def inputs(group: weft.Group, tokens: int = 3) -> tuple[torch.Tensor, ...]:
         ({"expert_map": [0]}, "expert_map has 1 entries"),
         (
             {"num_experts": 3000, "top_k": 1, "expert_map": [0] * 3000},
-            "3000 experts on one rank; one may hold 1024",
+            "3000 experts on one rank exceed the limit of 1024",
         ),
     ],
 )
@@ -104,9 +104,9 @@ def test_calls_out_of_order_are_refused(group):
             with pytest.raises(OutOfOrder, match=text):
                 call()
         early = a2a.dispatch_send(x, ids, weights)[0].handle
-        with pytest.raises(OutOfOrder, match="dispatch 1 is on its way"):
+        with pytest.raises(OutOfOrder, match="dispatch 1 is in flight"):
             a2a.dispatch(x, ids, weights)
-        y = torch.zeros_like(a2a.slots[0].x, dtype=x.dtype)
+        y = torch.zeros_like(a2a.result_buffers[0].x, dtype=x.dtype)
         with pytest.raises(OutOfOrder, match="it has not been received"):
             a2a.combine(y, ids, weights, early)
         first = a2a.dispatch_recv()
@@ -114,7 +114,7 @@ def test_calls_out_of_order_are_refused(group):
         with pytest.raises(OutOfOrder, match="2 results are alive, the oldest of dispatch 1"):
             a2a.dispatch(x, ids, weights)
         a2a.combine_send(y, ids, weights, first.handle)
-        with pytest.raises(OutOfOrder, match="the combine of dispatch 1 is on its way"):
+        with pytest.raises(OutOfOrder, match="the combine of dispatch 1 is in flight"):
             a2a.combine(y, ids, weights, second.handle)
         a2a.combine_recv()
         with pytest.raises(OutOfOrder, match="dispatch 1: it is not alive"):
@@ -131,7 +131,7 @@ def test_a_handle_of_another_all_to_all_is_refused(group):
         own, theirs = one.dispatch(x, ids, weights), other.dispatch(x, ids, weights)
         assert own.handle == theirs.handle
         y = expert_results(one, own)
-        with pytest.raises(OutOfOrder, match="by the all-to-all that made it"):
+        with pytest.raises(OutOfOrder, match="by the all-to-all that created it"):
             one.combine(y, ids, weights, theirs.handle)
         one.combine(y, ids, weights, own.handle)
         other.combine(y, ids, weights, theirs.handle)

@@ -88,7 +88,7 @@ def lied_to_in(group: weft.Group, mode: Mode, lie: dict[str, int]) -> None:
 
 
 def check_bounds(a2a: LowLatencyAllToAll, got: ExpertRows) -> None:
-    tensors = a2a.slots[got.handle.slot].tensors
+    tensors = a2a.result_buffers[got.handle.slot].tensors
     rows = a2a.config.shape.rows
     assert tensors["source_tokens"].tolist() == [MOST, MOST]
     assert bool((got.counts <= rows).all()), got.counts

@@ -12,7 +12,7 @@ from weft.lowlatency.operator import LowLatencyAllToAll
 
 def memory_of(group: weft.Group) -> tuple[int, int, int]:
     with make(group) as a2a:
-        slots = a2a.slots
+        slots = a2a.result_buffers
         results = sum(t.numel() * t.element_size() for slot in slots for t in slot.tensors.values())
         sizes: dict[str, Any] = {"ranks": group.size, **SIZES}
         reported = LowLatencyAllToAll.memory_bytes(**sizes)

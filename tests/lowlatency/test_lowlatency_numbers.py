@@ -61,7 +61,7 @@ def delivered(group: weft.Group, name: str) -> None:
         **mode.options,
     ) as a2a:
         got = a2a.dispatch(x, ids)
-        numbers, scales = low.delivered_rows(
+        numbers, scales = low.compute_delivered_rows(
             x, mode.quantize, mode.group_size, mode.scale, mode.recipe
         )
         assert torch.equal(bits(got.x[0]), bits(numbers))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from weft.lowlatency.config import CHUNK_TOKENS, LowLatencyShape
-from weft.lowlatency.kernels import plan_low
+from weft.lowlatency.kernels import plan_launch
 
 PLAIN = LowLatencyShape(8, 128, 8, 256, 32, 7168, "bf16")
 
@@ -20,7 +20,7 @@ def test_plans_fit_on_the_gpu_and_cover_every_rank(tokens, name, part):
     shape = replace(PLAIN, tokens=8192)
     threads = 128 if tokens <= 32 else 256
     resident = 132 * 3 * (256 // threads)
-    plan = plan_low(shape, name + part, tokens, threads, 132, resident)
+    plan = plan_launch(shape, name + part, tokens, threads, 132, resident)
     assert plan.ctas >= 1
     waits = plan.senders + plan.receivers
     assert waits <= max(resident, 2)

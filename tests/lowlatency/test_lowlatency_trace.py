@@ -15,25 +15,25 @@ from tests.kinds import ANY
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.lowlatency.config import trace_record
-from weft.lowlatency.trace import Work, merge, read_work, to_chrome
+from weft.lowlatency.config import get_trace_record_type
+from weft.lowlatency.trace import WorkRecord, build_chrome_trace, merge, read_work_records
 from weft.runtime.skew import Skew
 
-TraceRecord = trace_record(2)
+TraceRecord = get_trace_record_type(2)
 MODE = Mode(more={"profile": True})
 CASE = Round(tokens=(5, 9), hidden=128)
 
 
-def traced(group: weft.Group, folder: str) -> list[Work]:
+def traced(group: weft.Group, folder: str) -> list[WorkRecord]:
     case = CASE.next(tokens=CASE.tokens[: group.size])
     with MODE.make(group, case, 16) as a2a:
-        with pytest.raises(OutOfOrder, match="run some first"):
+        with pytest.raises(OutOfOrder, match="run a round first"):
             a2a.dump_trace(Path(folder) / "early.json")
         for seed in range(40):  # more than are kept
             play(a2a, MODE, case.next(seed=seed), poison=False)
         group.barrier()
         a2a.dump_trace(Path(folder) / f"{group.rank}.json")
-        result = read_work(a2a._tracks, group.rank, group.size)
+        result = read_work_records(a2a._tracks, group.rank, group.size)
         group.barrier()
         return result
 
@@ -76,14 +76,14 @@ TAKEN = TraceRecord(epoch=3, start_ns=1100, end_ns=1600, ended=1000, phase=1, ro
 
 
 def test_clock_ticks_come_from_teams_with_both_clocks():
-    sent, taken = read_work(pages(SENT, TAKEN), 0, 2)
+    sent, taken = read_work_records(pages(SENT, TAKEN), 0, 2)
     assert (sent.credited_ns, sent.end_ns) == (1250, 1450)
     assert taken.end_ns == 1600
 
 
 def test_slices_are_on_rank_0s_clock():
-    work = Work(1, "dispatch", 3, "receiver", 7, 2, 1000, 0, 1500, 4000, (0, 800))
-    document = to_chrome([work], Skew((0.0, 500.0), 20.0, 32))
+    work = WorkRecord(1, "dispatch", 3, "receiver", 7, 2, 1000, 0, 1500, 4000, (0, 800))
+    document = build_chrome_trace([work], Skew((0.0, 500.0), 20.0, 32))
     result = [(e["name"], e["ts"], e["dur"]) for e in document["traceEvents"] if e["ph"] == "X"]
     assert result == [("receive metadata", 1.5, 0.5), ("receive rows", 2.0, 2.5)]
     waits = [e["args"]["waited_us"] for e in document["traceEvents"] if e["ph"] == "X"]
@@ -94,7 +94,7 @@ def test_slices_are_on_rank_0s_clock():
 def test_a_file_that_is_no_trace_is_named(tmp_path):
     wrong = tmp_path / "wrong.json"
     wrong.write_text("[]")
-    with pytest.raises(InvalidArgument, match=r"wrong\.json is no trace"):
+    with pytest.raises(InvalidArgument, match=r"wrong\.json is not a trace"):
         merge([wrong], tmp_path / "out.json")
 
 

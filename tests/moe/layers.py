@@ -55,7 +55,7 @@ def ordinary_bytes(layer: weft.MoE) -> int:
     else:
         exchange = layer.exchange
         assert isinstance(exchange, weft.LowLatencyAllToAll)
-        rows = [t for slot in exchange.slots for t in slot.tensors.values()]
+        rows = [t for slot in exchange.result_buffers for t in slot.tensors.values()]
         rows.append(exchange._tracks)
     return sum(t.numel() * t.itemsize for t in (*rows, *workspace.buffers))
 

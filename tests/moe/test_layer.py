@@ -29,7 +29,7 @@ def poison(layer: weft.MoE) -> None:
         buffers.append(exchange.heap.tensor(size, torch.uint8, offset=offset))
     else:
         names = ("x", "scales", "counts", "source", "ranges")
-        buffers += [slot.tensors[name] for slot in exchange.slots for name in names]
+        buffers += [slot.tensors[name] for slot in exchange.result_buffers for name in names]
     for buffer in buffers:
         buffer.view(torch.uint8).fill_(0xFF)  # NaN in every type
     settle(group)

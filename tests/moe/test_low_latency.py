@@ -35,7 +35,7 @@ def options_reach(group: weft.Group) -> None:
                 own = tuple(e for e in range(EXPERTS) if owners[e] == group.rank)
                 assert layer.local_experts == own
                 continue
-            assert len(exchange.slots) == 1
+            assert len(exchange.result_buffers) == 1
             sizes: dict[str, Any] = {
                 "max_tokens": 4,
                 "hidden": HIDDEN,

@@ -174,7 +174,7 @@ class Offsets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllToAllSpec(ExchangeSpec):
-    """What an `AllToAll` exchanges."""
+    """Arguments of `AllToAll` that determine its config."""
 
     payloads: Sequence[Payload] | None = None
     stats: int = 0

@@ -157,7 +157,7 @@ class LowLatencyTrial(Trial):
         self.a2a.combine(self.y, self.local_ids, self.weights, self._handle, self.out)
 
     def check(self) -> str | None:
-        for buffer in self.a2a.slots:
+        for buffer in self.a2a.result_buffers:
             poison(buffer.x)
         self.poison()
         received = self._dispatch()
@@ -218,7 +218,7 @@ class LowLatencyTrial(Trial):
         return rows[None] < received.counts[:, None]
 
     def _quantize_inputs(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return low.delivered_rows(self.x, self.case.quantize, GROUP_SIZE, self.case.scale)
+        return low.compute_delivered_rows(self.x, self.case.quantize, GROUP_SIZE, self.case.scale)
 
     def _dequantize(self, received: ExpertRows) -> torch.Tensor:
         """Return the received rows in the dtype of the output, with zeros in unused rows."""

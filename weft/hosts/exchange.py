@@ -145,24 +145,24 @@ class ManyHosts:
         self._rail.send_sums(rows)
 
 
-class IndexedSlot(Protocol):
+class IndexedBuffer(Protocol):
     """Memory of one result of a low-latency dispatch."""
 
     index: int
 
 
-SlotT = TypeVar("SlotT", bound=IndexedSlot)
-SlotT_contra = TypeVar("SlotT_contra", bound=IndexedSlot, contravariant=True)
+BufferT = TypeVar("BufferT", bound=IndexedBuffer)
+BufferT_contra = TypeVar("BufferT_contra", bound=IndexedBuffer, contravariant=True)
 
 
-class LowLatencyExchange(Protocol[SlotT_contra]):
+class LowLatencyExchange(Protocol[BufferT_contra]):
     """The launches of a low-latency all-to-all; see lowlatency/exchange.py."""
 
     def dispatch(
         self,
         entry: str,
         call: CallRecord,
-        slot: SlotT_contra,
+        buffer: BufferT_contra,
         results: Mapping[str, torch.Tensor],
         x: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -172,7 +172,7 @@ class LowLatencyExchange(Protocol[SlotT_contra]):
     def combine(
         self,
         entry: str,
-        slot: SlotT_contra,
+        buffer: BufferT_contra,
         y: torch.Tensor | None,
         counts: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -184,7 +184,7 @@ class LowLatencyExchange(Protocol[SlotT_contra]):
     def combine_receive(self, out: torch.Tensor, add: torch.Tensor | None) -> None: ...
 
 
-class LowLatencyManyHosts(Generic[SlotT]):
+class LowLatencyManyHosts(Generic[BufferT]):
     """A low-latency all-to-all between several hosts.
 
     Args:
@@ -197,7 +197,7 @@ class LowLatencyManyHosts(Generic[SlotT]):
 
     def __init__(
         self,
-        local: LowLatencyExchange[SlotT],
+        local: LowLatencyExchange[BufferT],
         rail: Rail,
         max_tokens: int,
         pack: Callable[[torch.Tensor], torch.Tensor],
@@ -206,14 +206,14 @@ class LowLatencyManyHosts(Generic[SlotT]):
         self._local, self._rail, self._max_tokens, self._pack = local, rail, max_tokens, pack
         self._raise_if_broken = _hold_weakly(raise_if_broken)
         # Of the dispatch in flight.
-        self._sent: tuple[CallRecord, SlotT, Mapping[str, torch.Tensor]] | None = None
-        self._weights: dict[int, torch.Tensor | None] = {}  # of the dispatch in each slot
+        self._sent: tuple[CallRecord, BufferT, Mapping[str, torch.Tensor]] | None = None
+        self._weights: dict[int, torch.Tensor | None] = {}  # of each buffer's dispatch
 
     def dispatch(
         self,
         entry: str,
         call: CallRecord,
-        slot: SlotT,
+        buffer: BufferT,
         results: Mapping[str, torch.Tensor],
         x: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -222,23 +222,23 @@ class LowLatencyManyHosts(Generic[SlotT]):
         """Send rows to the other hosts; for entry "dispatch", also run `dispatch_receive`."""
         rows = (self._pack(x),)
         self._rail.send(rows, topk_ids, topk_weights, None, None, self._max_tokens, call)
-        self._weights[slot.index] = topk_weights
-        self._sent = call, slot, results
+        self._weights[buffer.index] = topk_weights
+        self._sent = call, buffer, results
         if entry == "dispatch":
             self.dispatch_receive()
 
     def dispatch_receive(self) -> None:
         """Receive the rows of all hosts, and dispatch them within this host."""
         assert self._sent is not None
-        (call, slot, results), self._sent = self._sent, None
-        received = self._rail.receive(self._max_tokens, slot.index)
+        (call, buffer, results), self._sent = self._sent, None
+        received = self._rail.receive(self._max_tokens, buffer.index)
         inputs = received.planes[0], received.ids, received.weights
-        self._local.dispatch("dispatch", call, slot, results, *inputs)
+        self._local.dispatch("dispatch", call, buffer, results, *inputs)
 
     def combine(
         self,
         entry: str,
-        slot: SlotT,
+        buffer: BufferT,
         y: torch.Tensor | None,
         counts: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -251,12 +251,12 @@ class LowLatencyManyHosts(Generic[SlotT]):
 
         For entry "combine", also run `combine_receive`.
         """
-        self._check_weights(slot, topk_weights)
+        self._check_weights(buffer, topk_weights)
         rail, rows = self._rail, self._max_tokens
-        received = rail.get_received_rows(rows, slot.index)
+        received = rail.get_received_rows(rows, buffer.index)
         routing = received.ids, received.weights
         self._local.combine(
-            "combine", slot, y, counts, *routing, rail.get_sums_buffer(rows), None, order
+            "combine", buffer, y, counts, *routing, rail.get_sums_buffer(rows), None, order
         )
         self._raise_if_broken()
         rail.send_sums(rows)
@@ -267,9 +267,9 @@ class LowLatencyManyHosts(Generic[SlotT]):
         """Add the sums of all hosts."""
         self._rail.receive_sums(out, add)
 
-    def _check_weights(self, slot: SlotT, weights: torch.Tensor | None) -> None:
+    def _check_weights(self, buffer: BufferT, weights: torch.Tensor | None) -> None:
         """Raise InvalidArgument if the weights of a combine are not those of its dispatch."""
-        sent = self._weights[slot.index]
+        sent = self._weights[buffer.index]
         same = weights is sent or (
             weights is not None and sent is not None and weights.data_ptr() == sent.data_ptr()
         )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LowLatencyAllToAll's dispatch and combine as operators of torch.library (runtime/library.py).
+"""LowLatencyAllToAll's dispatch and combine as torch custom ops (runtime/library.py).
 
-In a compiled graph the kernel writes the result to new tensors instead of the slot, so that nothing
-is copied and the compiler knows their last use. The slot keeps only the data that combine needs.
-The graph cannot know which slot that is: a traced handle is the index of the result among those
-that graphs keep alive, which is the same in every run.
+In a compiled graph the kernel writes the result to new tensors instead of a result buffer, so that
+nothing is copied and the compiler knows their last use. The buffer keeps only the data that combine
+needs. The graph cannot know which buffer that is, so a traced handle is the index of the result
+among those that graphs keep alive, which is the same in every run.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ FiveTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torc
 
 
 class TracedHandles:
-    """The results that graphs keep alive.
+    """Handles of the results that compiled graphs keep alive.
 
     Attributes:
-        taken: Which numbers are taken, while tracing. Like any attribute, it is written after the
+        in_use: Whether each number is in use, while tracing. Dynamo writes attributes after the
             graph has run.
-        alive: Handle of the dispatch of each number, while running.
+        handles: Handle of the dispatch of each number, while running.
     """
 
     def __init__(self, slots: int) -> None:
-        self.taken = (False,) * slots
-        self.alive: dict[int, Handle] = {}
+        self.in_use = (False,) * slots
+        self.handles: dict[int, Handle] = {}
 
     def acquire(self) -> int:
         """Return a free number for a traced dispatch: -1, -2, ... Raises OutOfOrder."""
-        for index, taken in enumerate(self.taken):
-            if not taken:
+        for index, in_use in enumerate(self.in_use):
+            if not in_use:
                 self._set(index, True)
                 return -1 - index
         raise OutOfOrder(
-            f"dispatch while {len(self.taken)} results of compiled graphs are alive: combine one "
+            f"dispatch while {len(self.in_use)} results of compiled graphs are alive: combine one "
             "first"
         )
 
@@ -51,12 +51,12 @@ class TracedHandles:
         """Free the number of a traced dispatch that has been combined."""
         self._set(-1 - number, False)
 
-    def _set(self, index: int, taken: bool) -> None:
-        self.taken = (*self.taken[:index], taken, *self.taken[index + 1 :])
+    def _set(self, index: int, in_use: bool) -> None:
+        self.in_use = (*self.in_use[:index], in_use, *self.in_use[index + 1 :])
 
 
-class TracedLowLatency(TracedOperator, Protocol):
-    """What the operators here use of a LowLatencyAllToAll."""
+class TraceableLowLatency(TracedOperator, Protocol):
+    """The attributes and methods of a LowLatencyAllToAll that the custom ops use."""
 
     @property
     def config(self) -> LowLatencyConfig: ...
@@ -108,23 +108,23 @@ def _dispatch(
     order: torch.Tensor,
     handle: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    owner: TracedLowLatency = lookup(handle)
-    alive = owner.traced_handles.alive
-    if number in alive:  # an earlier run of the graph raised, and its handle is lost
-        owner.drop_handle(alive.pop(number))
+    owner: TraceableLowLatency = lookup(handle)
+    handles = owner.traced_handles.handles
+    if number in handles:  # an earlier run of the graph raised, and its handle is lost
+        owner.drop_handle(handles.pop(number))
     results = _allocate_results(owner)
     rows = owner.run_dispatch("dispatch", x, topk_ids, topk_weights, results)
-    alive[number] = rows.handle
-    return _public_tensors(owner, results)
+    handles[number] = rows.handle
+    return _get_public_tensors(owner, results)
 
 
 @_dispatch.register_fake
 def _(*args: Any) -> FiveTensors:
     x, topk_ids, topk_weights, _, _, handle = args
-    owner: TracedLowLatency = lookup(handle)
+    owner: TraceableLowLatency = lookup(handle)
     with allow_fake_tensors():
         owner.config.check_dispatch(x, topk_ids, topk_weights, owner.group.device)
-    return _public_tensors(owner, _allocate_results(owner))
+    return _get_public_tensors(owner, _allocate_results(owner))
 
 
 @torch.library.custom_op("weft::lowlatency_combine", mutates_args=("out", "order"))
@@ -139,22 +139,22 @@ def _combine(
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    owner: TracedLowLatency = lookup(handle)
-    alive = owner.traced_handles.alive
-    real = alive.get(number) if number < 0 else owner.find_handle(number)
-    if real is None:
+    owner: TraceableLowLatency = lookup(handle)
+    handles = owner.traced_handles.handles
+    live_handle = handles.get(number) if number < 0 else owner.find_handle(number)
+    if live_handle is None:
         raise OutOfOrder(
             f"combine of dispatch {number}, which is not alive (below 0: of a compiled graph); "
-            "each dispatch is combined once, by the all-to-all that made it"
+            "each dispatch is combined once, by the all-to-all that created it"
         )
-    owner.run_combine("combine", y, topk_ids, topk_weights, real, out, add, counts)
-    alive.pop(number, None)
+    owner.run_combine("combine", y, topk_ids, topk_weights, live_handle, out, add, counts)
+    handles.pop(number, None)
 
 
 @_combine.register_fake
 def _(*args: Any) -> None:
     y, topk_ids, topk_weights, out, add, _, _, _, handle = args
-    owner: TracedLowLatency = lookup(handle)
+    owner: TraceableLowLatency = lookup(handle)
     config, device = owner.config, owner.group.device
     dtypes, shape = (owner.dtype,), config.shape
     with allow_fake_tensors():
@@ -169,7 +169,7 @@ def _(*args: Any) -> None:
 
 
 def dispatch(
-    owner: TracedLowLatency,
+    owner: TraceableLowLatency,
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
@@ -177,8 +177,8 @@ def dispatch(
     """Dispatch inside a compiled graph."""
     if owner.config.shape.gemm_push:
         raise InvalidArgument(
-            "dispatch under torch.compile with combine='gemm_push': a compiler does not see the "
-            "stores of rows at their owners; use combine='push', or weft.MoE with "
+            "dispatch under torch.compile with combine='gemm_push': the compiler does not know "
+            "that rows are stored at their owners; use combine='push', or weft.MoE with "
             "overlap='gemm_push', which is one operator in the graph"
         )
     number = owner.traced_handles.acquire()
@@ -191,7 +191,7 @@ def dispatch(
 
 
 def combine(
-    owner: TracedLowLatency,
+    owner: TraceableLowLatency,
     y: torch.Tensor | None,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
@@ -219,9 +219,9 @@ def combine(
     return out
 
 
-def _allocate_results(owner: TracedLowLatency) -> dict[str, torch.Tensor]:
-    """Allocate the result of a dispatch, by the names that a slot uses."""
-    shapes = owner.config.result_shapes(owner.num_local_experts)
+def _allocate_results(owner: TraceableLowLatency) -> dict[str, torch.Tensor]:
+    """Allocate the tensors of a dispatch's result, by name."""
+    shapes = owner.config.get_result_shapes(owner.num_local_experts)
     device = owner.order_tensor.device
     return {
         name: torch.empty(shapes[name][0], dtype=shapes[name][1], device=device)
@@ -229,8 +229,10 @@ def _allocate_results(owner: TracedLowLatency) -> dict[str, torch.Tensor]:
     }
 
 
-def _public_tensors(owner: TracedLowLatency, results: dict[str, torch.Tensor]) -> FiveTensors:
+def _get_public_tensors(
+    owner: TraceableLowLatency, results: dict[str, torch.Tensor]
+) -> FiveTensors:
     """Return the tensors of a result in the public layout; scales are empty if there are none."""
-    scales = owner.config.scales_view(results["scales"])
+    scales = owner.config.view_scales(results["scales"])
     metadata = (results["counts"], results["source"], results["ranges"])
     return (results["x"], results["scales"] if scales is None else scales, *metadata)

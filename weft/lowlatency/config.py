@@ -32,9 +32,9 @@ from weft.runtime.layout import LINE, CppValues, Memory, build_size_function, cp
 from weft.runtime.options import ExchangeSpec
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K
 
-MAX_TOKENS, MAX_LOCAL, MAX_EXPERTS = 8192, 1024, 4096
+MAX_TOKENS, MAX_LOCAL_EXPERTS, MAX_EXPERTS = 8192, 1024, 4096
 CHUNK_TOKENS = 24  # chunk_tokens in lowlatency/layout.cuh
-MAX_TABLE = 8192  # ranks x local experts: a CTA has a counter for each in shared memory
+MAX_COUNTERS = 8192  # ranks x local experts: a CTA has a counter for each in shared memory
 GROUPS = (32, 64, 128)
 SCALES = ("fp32_row", "fp32_col", "ue8m0")
 RECIPES = ("weft", "deep_ep", "triton_dist", "quantised")
@@ -42,7 +42,7 @@ REDUCES = ("receiver", "sender")
 QUANTS = (None, "fp8")
 COMBINES = ("push", "gemm_push")
 COMBINE_DTYPES = (None, "fp8")
-MAX_SLOTS = 2  # one is received while the experts process the other
+MAX_SLOTS = 2  # one result is received while the experts process the other
 
 
 class RoutingRecord(ctypes.Structure):
@@ -105,7 +105,7 @@ class LowLatencyCombineArgs(ctypes.Structure):
 
 
 @functools.cache
-def trace_record(ranks: int) -> type[ctypes.Structure]:
+def get_trace_record_type(ranks: int) -> type[ctypes.Structure]:
     """Return the mirror of `weft::TraceRecord` in lowlatency/trace.cuh for a number of ranks."""
 
     class TraceRecord(ctypes.Structure):
@@ -129,9 +129,9 @@ def trace_record(ranks: int) -> type[ctypes.Structure]:
 MAX_TRACES = 1024  # max_traces in lowlatency/trace.cuh
 
 
-def trace_shape(ranks: int) -> tuple[int, int, int]:
+def get_trace_shape(ranks: int) -> tuple[int, int, int]:
     """Return the shape in bytes of the records of profiled kernels: [rounds, teams, record]."""
-    return RING_TIMELINES, MAX_TRACES, ctypes.sizeof(trace_record(ranks))
+    return RING_TIMELINES, MAX_TRACES, ctypes.sizeof(get_trace_record_type(ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +141,13 @@ class LowLatencyShape:
     The other attributes are those of `weft.LowLatencyAllToAll`.
 
     Attributes:
-        local: Largest number of experts of a rank.
+        local: Maximum number of experts of one rank.
         group: Columns that share a scale; 0 if rows are not quantised.
         combine_fp8: Whether returned rows are FP8.
         gemm_push: Whether the kernel that computes a row stores it at its owner.
         mapped: Whether a table maps experts to ranks instead of contiguous blocks.
-        recipe: Arithmetic that quantises dispatched rows: "weft", or that of a library which
-            weft.compat imitates. "quantised": rows arrive quantised from another host.
+        recipe: Arithmetic by which dispatched rows are quantised: "weft", or that of a library
+            which weft.compat replaces. "quantised": rows arrive quantised from another host.
 
     Raises:
         InvalidArgument: a size is out of range; names the size and its limits.
@@ -170,19 +170,19 @@ class LowLatencyShape:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 1 <= self.local <= MAX_LOCAL:
+        if not 1 <= self.local <= MAX_LOCAL_EXPERTS:
             raise InvalidArgument(
-                f"{self.local} experts on one rank; one may hold {MAX_LOCAL}: use more ranks, or "
-                "spread num_experts evenly with expert_map"
+                f"{self.local} experts on one rank exceed the limit of {MAX_LOCAL_EXPERTS}: use "
+                "more ranks, or spread num_experts evenly with expert_map"
             )
         if self.top_k > self.experts:
             raise InvalidArgument(
                 f"top_k is {self.top_k}, but the layer has {self.experts} experts (num_experts)"
             )
-        if self.ranks * self.local > MAX_TABLE:
+        if self.ranks * self.local > MAX_COUNTERS:
             raise InvalidArgument(
-                f"{self.local} experts on one of {self.ranks} ranks; ranks times that number may "
-                f"be {MAX_TABLE} at most: spread the experts evenly"
+                f"{self.local} experts on one of {self.ranks} ranks; the product exceeds the limit "
+                f"of {MAX_COUNTERS}: spread the experts evenly"
             )
         if self.group:
             check_choice("group_size", self.group, GROUPS)
@@ -228,7 +228,7 @@ class LowLatencyShape:
         return -(-self.tokens // CHUNK_TOKENS)
 
     @property
-    def rows_bytes(self) -> tuple[int, int]:
+    def inbox_bytes(self) -> tuple[int, int]:
         """Bytes of the inbox for dispatched rows, and for returned rows."""
         back_rows = self.ranks if self.reduce == "sender" else self.top_k
         return self.rows * self.sent_bytes, self.tokens * back_rows * self.back_bytes
@@ -267,7 +267,7 @@ class LowLatencyOffsets:
         token_masks = tokens + 2 * flags
         choices = token_masks + round_up(8 * shape.ranks * shape.chunks * shape.local)
         rows = choices + round_up(8 * shape.rows * shape.top_k)
-        dispatched, returned = shape.rows_bytes
+        dispatched, returned = shape.inbox_bytes
         share = rows + round_up(dispatched + returned)
         return cls(share, progress, tokens, token_masks, choices, rows, rows + dispatched)
 
@@ -290,7 +290,7 @@ class LowLatencyOffsets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowLatencySpec(ExchangeSpec):
-    """What a `LowLatencyAllToAll` exchanges."""
+    """Arguments of `LowLatencyAllToAll` that determine its config."""
 
     quantize: str | None = "fp8"
     combine: str | None = "push"
@@ -303,7 +303,7 @@ class LowLatencySpec(ExchangeSpec):
 
 @dataclass(frozen=True, slots=True)
 class LowLatencyConfig(HostsConfig):
-    """Everything that ranks must agree on before they share memory."""
+    """Sizes and options that must be equal on all ranks, and what follows from them."""
 
     shape: LowLatencyShape
     offsets: LowLatencyOffsets
@@ -349,7 +349,7 @@ class LowLatencyConfig(HostsConfig):
         if multi_host:
             local = host_placement(placement, tuple(hosts[host]))
             sizes |= {"tokens": len(hosts) * max_tokens, "experts": len(local.ranks)}
-            recipe = "quantised"  # by the token's owner, before the row leaves its host
+            recipe = "quantised"  # rows are quantised before they leave their host
         shape = LowLatencyShape(
             **sizes,
             local=max(len(local.experts_of(rank)) for rank in range(ranks)),
@@ -415,33 +415,38 @@ class LowLatencyConfig(HostsConfig):
         )
         return tokens
 
-    def result_shapes(self, own: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of the tensors of one slot on a rank with `own` experts.
+    def get_result_shapes(
+        self, num_local_experts: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of each tensor of one result buffer, by name.
 
         Column-major scales have the shape of their memory here.
         """
         s = self.shape
         padded, words = -(-s.rows // 4) * 4, -(-s.blocks // 4)
         scales = {
-            "fp32_row": ((own, s.rows, s.blocks), torch.float32),
-            "fp32_col": ((own, s.blocks, padded), torch.float32),
-            "ue8m0": ((own, words, padded), torch.int32),
+            "fp32_row": ((num_local_experts, s.rows, s.blocks), torch.float32),
+            "fp32_col": ((num_local_experts, s.blocks, padded), torch.float32),
+            "ue8m0": ((num_local_experts, words, padded), torch.int32),
         }
         entries = (s.ranks, s.tokens, s.top_k)
         return {
-            "x": ((own, s.rows, s.hidden), torch.float8_e4m3fn if s.group else self.dtype),
+            "x": (
+                (num_local_experts, s.rows, s.hidden),
+                torch.float8_e4m3fn if s.group else self.dtype,
+            ),
             "scales": scales[s.scales] if s.group else ((0,), torch.float32),
-            "counts": ((own,), torch.int32),
-            "source": ((own, s.rows), torch.int32),
-            "ranges": ((own, s.ranks, 2), torch.int32),
+            "counts": ((num_local_experts,), torch.int32),
+            "source": ((num_local_experts, s.rows), torch.int32),
+            "ranges": ((num_local_experts, s.ranks, 2), torch.int32),
             "position": ((0,) if s.gemm_push else entries, torch.int32),
             "weights": (entries if s.reduce == "sender" else (0,), torch.float32),
             "source_tokens": ((s.ranks,), torch.int32),
             "expected": ((s.tokens, 1 + rank_words(s.ranks)), torch.int32),
-            "dst_addr": ((own, s.rows) if s.gemm_push else (0,), torch.int64),
+            "dst_addr": ((num_local_experts, s.rows) if s.gemm_push else (0,), torch.int64),
         }
 
-    def scales_view(self, scales: torch.Tensor) -> torch.Tensor | None:
+    def view_scales(self, scales: torch.Tensor) -> torch.Tensor | None:
         """Return the scales in the public layout; None without quantisation."""
         if not self.shape.group:
             return None
@@ -453,9 +458,9 @@ class LowLatencyConfig(HostsConfig):
         s = self.shape
         slot = sum(
             math.prod(shape) * dtype.itemsize
-            for shape, dtype in self.result_shapes(s.local).values()
+            for shape, dtype in self.get_result_shapes(s.local).values()
         )
-        profile = math.prod(trace_shape(s.ranks)) if self.profile else 0
+        profile = math.prod(get_trace_shape(s.ranks)) if self.profile else 0
         return Memory(shared=self.share_bytes, ordinary=self.slots * slot + profile)
 
 
@@ -464,21 +469,21 @@ def _check_gemm_push(combine: str, combine_dtype: str | None, reduce: str, slots
     if combine == "gemm_push" and (combine_dtype, reduce, slots) != (None, "receiver", 1):
         raise InvalidArgument(
             f"combine is 'gemm_push', combine_dtype {combine_dtype!r}, reduce {reduce!r}, slots "
-            f"{slots!r}: the caller's kernel stores the rows of one dispatch at a time, one by one "
-            "and in dtype: use reduce='receiver' and slots=1, and leave combine_dtype out"
+            f"{slots!r}: the caller's kernel stores rows one by one, in dtype, and for one "
+            "dispatch at a time: use reduce='receiver' and slots=1, and leave combine_dtype out"
         )
 
 
-def _memory(spec: LowLatencySpec) -> Memory:
+def _compute_memory(spec: LowLatencySpec) -> Memory:
     return LowLatencyConfig.from_spec(spec).memory
 
 
 memory_bytes = build_size_function(
     LowLatencySpec,
-    _memory,
-    """Return the memory that the rank with the most experts will allocate.
+    _compute_memory,
+    """Return the memory that the rank with the most experts allocates.
 
-    Takes the constructor's sizes, and `ranks`. Allocates nothing.
+    Accepts the constructor's sizes, and `ranks`. Allocates nothing.
 
     Raises:
         InvalidArgument: as the constructor.

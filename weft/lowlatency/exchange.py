@@ -13,7 +13,7 @@ from weft.lowlatency.config import (
     LowLatencyConfig,
     LowLatencyDispatchArgs,
 )
-from weft.lowlatency.results import ResultSlot
+from weft.lowlatency.results import ResultBuffer
 from weft.runtime.kernels import Kernels
 
 
@@ -51,7 +51,7 @@ class LocalExchange:
         self,
         entry: str,
         call: CallRecord,
-        slot: ResultSlot,
+        buffer: ResultBuffer,
         results: Mapping[str, torch.Tensor],
         x: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -60,18 +60,18 @@ class LocalExchange:
         """Launch `dispatch` or `dispatch_send`.
 
         Args:
-            entry: Which of the two.
+            entry: Name of the entry.
             call: Identity of the dispatch.
-            slot: Slot of the result, with the routing that combine needs.
+            buffer: Memory of the result and of the routing that combine needs.
             results: Output tensors of the rows and their metadata, by name.
-            x: Rows, `[tokens, hidden]`.
+            x: This rank's tokens, `[tokens, hidden]`.
             topk_ids: As in `LowLatencyAllToAll.dispatch`.
             topk_weights: As in `LowLatencyAllToAll.dispatch`.
         """
         args, tokens = self._dispatch_args, topk_ids.shape[0]
         if call is not self._call:
             self._call = args.call = call
-        slot.set_routing(args)
+        buffer.set_routing(args)
         args.rows, args.scales = results["x"].data_ptr(), results["scales"].data_ptr()
         args.counts, args.source = results["counts"].data_ptr(), results["source"].data_ptr()
         args.ranges = results["ranges"].data_ptr()
@@ -88,7 +88,7 @@ class LocalExchange:
     def combine(
         self,
         entry: str,
-        slot: ResultSlot,
+        buffer: ResultBuffer,
         y: torch.Tensor | None,
         counts: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -100,13 +100,13 @@ class LocalExchange:
         """Launch `combine` or `combine_send`.
 
         Args:
-            entry: Which of the two.
-            slot: Slot of the dispatch.
+            entry: Name of the entry.
+            buffer: Buffer of the dispatch's result.
             y: Results of the experts; None with combine="gemm_push".
             counts: Rows of each expert.
             topk_ids: As in the dispatch.
             topk_weights: As in `LowLatencyAllToAll.combine`.
-            out: Sums of the own tokens, `[tokens, hidden]`.
+            out: Sums of this rank's tokens, `[tokens, hidden]`.
             add: Rows that are added to them.
             order: Position of the result among those alive, 1 for the oldest.
         """
@@ -117,10 +117,10 @@ class LocalExchange:
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
         args.out, args.add = out.data_ptr(), 0 if add is None else add.data_ptr()
         args.tokens, args.dispatch_id = tokens, order
-        slot.set_routing(args)
+        buffer.set_routing(args)
         self.kernels.run(entry, args, tokens)
 
     def combine_receive(self, out: torch.Tensor, add: torch.Tensor | None) -> None:
-        """Launch the receive half of the latest combine, whose arguments had `out` and `add`."""
+        """Launch the receive half of the latest combine, to which `out` and `add` were passed."""
         args = self._combine_args
         self.kernels.run("combine_receive", args, args.tokens)

@@ -15,7 +15,7 @@ from weft.lowlatency.config import (
     LowLatencyOffsets,
     LowLatencyShape,
     RoutingRecord,
-    trace_record,
+    get_trace_record_type,
 )
 from weft.runtime.kernels import (
     Build,
@@ -66,7 +66,7 @@ def cpu_program(shape: LowLatencyShape) -> Program:
         constants=f"constexpr weft::LowLatencyShape S = {shape.to_cpp()};\n",
         entry_points=split_entries(PHASES, split_phase=True),
         offsets=LowLatencyOffsets.from_shape(shape).expected_offsets(),
-        structs=(RoutingRecord, trace_record(shape.ranks)),
+        structs=(RoutingRecord, get_trace_record_type(shape.ranks)),
     )
 
 
@@ -98,12 +98,12 @@ class CudaLowLatency(CudaKernels):
         """Return a launch whose CTAs are co-resident."""
         threads = FEW_THREADS if tokens <= FEW_TOKENS else THREADS
         resident = self._sms * self._max_ctas_per_sm(name, threads)
-        p = plan_low(self._shape, name, tokens, threads, self._sms, resident)
+        plan = plan_launch(self._shape, name, tokens, threads, self._sms, resident)
         launcher = self._get_launcher(name, use_pdl=self._build.use_pdl)
-        return Launch(launcher, (p.ctas, 1, 1), p.threads, (("senders", p.senders),))
+        return Launch(launcher, (plan.ctas, 1, 1), plan.threads, (("senders", plan.senders),))
 
 
-def plan_low(
+def plan_launch(
     shape: LowLatencyShape,
     name: str,
     tokens: int,
@@ -111,7 +111,7 @@ def plan_low(
     sms: int,
     resident: int,
 ) -> LowLatencyPlan:
-    """Divide the CTAs of a launch into those that send metadata, send rows and receive.
+    """Divide the CTAs of a launch between sending metadata, sending rows and receiving.
 
     The token counts of other ranks are unknown: the plan assumes that they equal this rank's, but
     at least 16. All CTAs are co-resident.
@@ -119,7 +119,7 @@ def plan_low(
     Args:
         shape: Sizes of the all-to-all.
         name: Name of the entry.
-        tokens: Number of own tokens.
+        tokens: Number of this rank's tokens.
         threads: Threads per CTA.
         sms: Number of SMs.
         resident: Number of CTAs that fit on the GPU at once.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LowLatencyAllToAll: expert-parallel dispatch and combine for decoding, expert-major.
 
-A result is alive from its dispatch to its combine, and occupies one of the slots. At most one
+A result is alive from its dispatch to its combine, and occupies one of the buffers. At most one
 dispatch and one combine may be in flight, that is, sent and not yet received.
 """
 
@@ -28,14 +28,14 @@ from weft.lowlatency.config import (
     LowLatencyConfig,
     LowLatencyShape,
     LowLatencySpec,
+    get_trace_shape,
     memory_bytes,
-    trace_shape,
 )
 from weft.lowlatency.exchange import LocalExchange
 from weft.lowlatency.kernels import load_kernels
-from weft.lowlatency.reference import delivered_rows
-from weft.lowlatency.results import ExpertRows, Handle, ResultSlot
-from weft.lowlatency.trace import dump
+from weft.lowlatency.reference import compute_delivered_rows
+from weft.lowlatency.results import ExpertRows, Handle, ResultBuffer
+from weft.lowlatency.trace import write_trace
 from weft.placement import ExpertRankMixin
 from weft.runtime.ambient import records_creation
 from weft.runtime.check import check_no_overlap, check_tensor, check_topk
@@ -51,13 +51,13 @@ Hook = Callable[[], object]
 
 
 def _pack_rows(shape: LowLatencyShape, x: torch.Tensor) -> torch.Tensor:
-    """Return rows of x `[tokens, hidden]` for other hosts: uint8 `[tokens, shape.row_bytes]`.
+    """Pack x `[tokens, hidden]` for transfer to other hosts: uint8 `[tokens, shape.row_bytes]`.
 
     A quantised row has the values and then the float32 scales, as the kernels read them.
     """
     if not shape.group:
         return x.view(torch.uint8)
-    values, scales = delivered_rows(x, "fp8", shape.group, shape.scales)
+    values, scales = compute_delivered_rows(x, "fp8", shape.group, shape.scales)
     assert scales is not None
     rows = torch.zeros((len(x), shape.row_bytes), dtype=torch.uint8, device=x.device)
     rows[:, : shape.hidden] = values.view(torch.uint8)
@@ -66,7 +66,7 @@ def _pack_rows(shape: LowLatencyShape, x: torch.Tensor) -> torch.Tensor:
 
 
 class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
-    """Quantise tokens, send them to their experts in expert-major layout, and return the sums.
+    """Send quantised tokens to their experts in expert-major layout, and return the sums.
 
     `weft.lowlatency.reference` specifies the results bit for bit. The constructor allocates all
     memory and is collective. A call allocates only its result, does not synchronise with the host,
@@ -155,8 +155,8 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         self._create(group, "a low-latency all-to-all", prepare, options, first_epoch=_first_epoch)
         config = self.config
         self.dtype, self.placement = config.dtype, config.placement
-        # Whether a result may be combined repeatedly or never. A slot then keeps its result until a
-        # later dispatch needs the slot.
+        # Whether a result may be combined repeatedly or never. A buffer then keeps its result until
+        # a later dispatch needs the buffer.
         self._allow_handle_reuse = _allow_handle_reuse
         self._number = 0  # number of dispatches of this rank
         self._sent_handle: Handle | None = None  # dispatch in flight
@@ -164,7 +164,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         self._local = LocalExchange(
             self._kernels, config, self.site, self.num_local_experts, self._tracks
         )
-        self._exchange: LowLatencyExchange[ResultSlot] = self._local
+        self._exchange: LowLatencyExchange[ResultBuffer] = self._local
         self.traced_handles = traced.TracedHandles(config.slots)
         if config.span is not None:
             self._connect_hosts(config.span)
@@ -273,7 +273,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         return self.run_dispatch("dispatch_send", x, topk_ids, topk_weights), self._receive
 
     def dispatch_recv(self) -> ExpertRows:
-        """Wait for all peers' tokens and lay them out: the second half of `dispatch`.
+        """Wait for all peers' tokens and write the result: the second half of `dispatch`.
 
         Returns:
             As `dispatch`.
@@ -341,7 +341,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         self.check_open()
         if not isinstance(path, str | os.PathLike):
             raise_invalid("path", path, "a str or os.PathLike")
-        dump(Path(path), self._tracks, self.heap)
+        write_trace(Path(path), self._tracks, self.heap)
 
     # Implementation of the calls: check, launch, update which results are alive.
 
@@ -357,25 +357,27 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
     ) -> ExpertRows:
         """Run `dispatch` or `dispatch_send`.
 
-        results: Output tensors of the rows and their metadata, by name. Default: those of the slot.
+        Args:
+            results: Output tensors of the rows and their metadata, by name. Default: those of the
+                result buffer.
         """
         tokens = self.config.check_dispatch(x, topk_ids, topk_weights, self.group.device)
         if self._sent_handle is not None:
             raise OutOfOrder(
-                f"{entry} while dispatch {self._sent_handle.number} is on its way: receive it first"
+                f"{entry} while dispatch {self._sent_handle.number} is in flight: receive it first"
             )
-        handle = Handle(self._number + 1, self._free_slot(entry), tokens)
-        slot = self.slots[handle.slot]
-        results = slot.tensors if results is None else results
+        handle = Handle(self._number + 1, self._find_free_buffer(entry), tokens)
+        buffer = self.result_buffers[handle.slot]
+        results = buffer.tensors if results is None else results
         call = self._layer_call or make_dispatch_record(
             self._descriptor, self._layer, self.config.max_tokens, 0
         )
-        self._exchange.dispatch(entry, call, slot, results, x, topk_ids, topk_weights)
-        self._number, slot.alive, slot.latest = handle.number, handle, handle
+        self._exchange.dispatch(entry, call, buffer, results, x, topk_ids, topk_weights)
+        self._number, buffer.handle, buffer.latest_handle = handle.number, handle, handle
         if entry != "dispatch":
             self._sent_handle = handle
         self._raise_if_broken()
-        return slot.rows(handle)
+        return buffer.get_rows(handle)
 
     @exclusive_call("dispatch_recv")
     def _receive(self) -> ExpertRows:
@@ -386,7 +388,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         self._exchange.dispatch_receive()
         self._sent_handle = None
         self._raise_if_broken()
-        return self.slots[handle.slot].rows(handle)
+        return self.result_buffers[handle.slot].get_rows(handle)
 
     @internal
     @exclusive_call("combine")
@@ -403,7 +405,8 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
     ) -> torch.Tensor:
         """Run `combine` or `combine_send`.
 
-        counts: Counts of the dispatch, if its results are not in the slot.
+        Args:
+            counts: Counts of the dispatch, if its result is not in the result buffer.
         """
         self._check_handle(handle, entry)
         device, dtypes = self.group.device, (self.dtype,)
@@ -411,10 +414,10 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         if tokens != handle.tokens:
             raise InvalidArgument(
                 f"topk_ids has {tokens} rows, dispatch {handle.number} had {handle.tokens}: pass "
-                "what it was called with"
+                "the topk_ids of that dispatch"
             )
-        slot = self.slots[handle.slot]
-        self._check_results(y, slot)
+        buffer = self.result_buffers[handle.slot]
+        self._check_results(y, buffer)
         size = (tokens, self.config.shape.hidden)
         if out is None:
             out = torch.empty(size, dtype=self.dtype, device=device)
@@ -424,13 +427,13 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         self.check_not_symmetric("out", out)
         inputs = {"add": add, "y": y, "topk_ids": topk_ids, "topk_weights": topk_weights}
         check_no_overlap("out", out, inputs, exact="add")
-        counts = slot.tensors["counts"] if counts is None else counts
-        routing, order = (topk_ids, topk_weights), self._age_order(handle)
-        self._exchange.combine(entry, slot, y, counts, *routing, out, add, order)
+        counts = buffer.tensors["counts"] if counts is None else counts
+        routing, order = (topk_ids, topk_weights), self._get_age_rank(handle)
+        self._exchange.combine(entry, buffer, y, counts, *routing, out, add, order)
         if entry == "combine":
-            slot.alive = None
+            buffer.handle = None
         else:
-            self._returned_handle = slot.alive = handle
+            self._returned_handle = buffer.handle = handle
             self._combine_tensors = (out, add, routing)  # kept alive until the receive
         self._raise_if_broken()
         return out
@@ -443,62 +446,63 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
             raise OutOfOrder("combine_recv without a combine_send")
         out, add, _ = self._combine_tensors
         self._exchange.combine_receive(out, add)
-        self.slots[handle.slot].alive = self._returned_handle = None
+        self.result_buffers[handle.slot].handle = self._returned_handle = None
         del self._combine_tensors
         self._raise_if_broken()
         return out
 
-    def _poison(self, doing: str, *, before: bool) -> None:
-        if before or doing != "combine" or self._allow_handle_reuse:
+    def _poison(self, call: str, *, before: bool) -> None:
+        if before or call != "combine" or self._allow_handle_reuse:
             return
-        for slot in self.slots:
-            if slot.alive is None:
+        for buffer in self.result_buffers:
+            if buffer.handle is None:
                 for name in ("x", "scales"):
-                    if slot.tensors[name] is not None:
-                        poison(slot.tensors[name])
+                    if buffer.tensors[name] is not None:
+                        poison(buffer.tensors[name])
 
     @property
     def is_mid_round(self) -> bool:
         """Whether a result is alive, that is, not combined yet."""
-        return bool(self._alive)
+        return bool(self._live_handles)
 
     @property
-    def _alive(self) -> list[Handle]:
+    def _live_handles(self) -> list[Handle]:
         """Handles of the results that are alive."""
-        return [slot.alive for slot in self.slots if slot.alive is not None]
+        return [buffer.handle for buffer in self.result_buffers if buffer.handle is not None]
 
     @internal
     def find_handle(self, number: int) -> Handle | None:
         """Return the handle of dispatch `number`, or None if its result is not alive."""
-        return next((h for h in self._alive if h.number == number), None)
+        return next((h for h in self._live_handles if h.number == number), None)
 
     @internal
     def drop_handle(self, handle: Handle) -> None:
         """Discard a result that will not be combined."""
-        slot = self.slots[handle.slot]
-        if slot.alive is handle:
-            slot.alive = None
+        buffer = self.result_buffers[handle.slot]
+        if buffer.handle is handle:
+            buffer.handle = None
 
-    def _age_order(self, handle: Handle) -> int:
-        """Return the position of a result among those alive, 1 for the oldest; ranks compare it.
+    def _get_age_rank(self, handle: Handle) -> int:
+        """Return a result's position by age among those alive, 1 for the oldest.
 
-        The number of the dispatch cannot be compared: the host does not count replays of graphs.
+        Ranks compare it instead of the number of the dispatch, because the host does not count
+        replays of graphs.
         """
-        return 1 + sum(h.number < handle.number for h in self._alive)
+        return 1 + sum(h.number < handle.number for h in self._live_handles)
 
-    def _free_slot(self, entry: str) -> int:
-        """Return the next free slot in round-robin order; results may be combined in any order.
+    def _find_free_buffer(self, entry: str) -> int:
+        """Return the index of the next free buffer in round-robin order.
 
-        With `_allow_handle_reuse` and no free slot, return that of the oldest result, unless its
+        With `_allow_handle_reuse` and no free buffer, return that of the oldest result, unless its
         combine is in flight. The choice depends on the order of calls alone, so all ranks drop the
         same result.
         """
-        slots = len(self.slots)
+        slots = len(self.result_buffers)
         for i in range(slots):
-            slot = (self._number + i) % slots
-            if self.slots[slot].alive is None:
-                return slot
-        oldest = min(self._alive, key=lambda handle: handle.number)
+            index = (self._number + i) % slots
+            if self.result_buffers[index].handle is None:
+                return index
+        oldest = min(self._live_handles, key=lambda handle: handle.number)
         if self._allow_handle_reuse and oldest is not self._returned_handle:
             return oldest.slot
         raise OutOfOrder(
@@ -506,45 +510,49 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
             "combine one first"
         )
 
-    def _check_results(self, y: torch.Tensor | None, slot: ResultSlot) -> None:
+    def _check_results(self, y: torch.Tensor | None, buffer: ResultBuffer) -> None:
         if self.config.shape.gemm_push:
             if y is not None:
                 raise InvalidArgument(
-                    "y is a tensor with combine='gemm_push': rows are stored at their owners by "
-                    "the kernel that computes them; pass None"
+                    "y is a tensor with combine='gemm_push', but the kernel that computes the rows "
+                    "stores them at their owners: pass None"
                 )
             return
         if y is None:
             raise InvalidArgument("y is None; pass the results of the dispatch's rows")
         device, dtypes = self.group.device, (self.dtype,)
-        check_tensor("y", y, shape=slot.x.shape, dtypes=dtypes, device=device, aligned=16)
+        check_tensor("y", y, shape=buffer.x.shape, dtypes=dtypes, device=device, aligned=16)
 
     def _check_handle(self, handle: Handle, entry: str) -> None:
         if not isinstance(handle, Handle):
             raise InvalidArgument(
-                f"handle is a {type(handle).__name__}; pass the handle of what dispatch returned"
+                f"handle is a {type(handle).__name__}; pass the handle of the result of dispatch"
             )
         if self._returned_handle is not None:
             raise OutOfOrder(
-                f"{entry} while the combine of dispatch {self._returned_handle.number} is on its "
-                "way: receive it first"
+                f"{entry} while the combine of dispatch {self._returned_handle.number} is in "
+                "flight: receive it first"
             )
         # Compared by identity: a handle of another all-to-all may have the same numbers.
         if self._allow_handle_reuse:
-            kept = any(slot.latest is handle for slot in self.slots)
-            if kept and handle is not self._sent_handle:
+            is_latest = any(buf.latest_handle is handle for buf in self.result_buffers)
+            if is_latest and handle is not self._sent_handle:
                 return
-            why = "it has not been received" if kept else "a later dispatch has taken its slot"
-            raise OutOfOrder(
-                f"{entry} of dispatch {handle.number}: {why}; {len(self.slots)} results are kept: "
-                "combine before that dispatch"
+            reason = (
+                "it has not been received"
+                if is_latest
+                else "a later dispatch has reused its memory"
             )
-        alive = any(h is handle for h in self._alive)
-        if not alive or handle is self._sent_handle:
-            why = "it has not been received" if alive else "it is not alive"
             raise OutOfOrder(
-                f"{entry} of dispatch {handle.number}: {why}; each dispatch is combined once, by "
-                "the all-to-all that made it"
+                f"{entry} of dispatch {handle.number}: {reason}; only the last "
+                f"{len(self.result_buffers)} results are kept: combine before that dispatch"
+            )
+        is_alive = any(h is handle for h in self._live_handles)
+        if not is_alive or handle is self._sent_handle:
+            reason = "it has not been received" if is_alive else "it is not alive"
+            raise OutOfOrder(
+                f"{entry} of dispatch {handle.number}: {reason}; each dispatch is combined once, "
+                "by the all-to-all that created it"
             )
 
     def _connect_hosts(self, span: HostSpan) -> None:
@@ -562,9 +570,9 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
 
     def _discard_calls(self) -> None:
         self._sent_handle = self._returned_handle = None
-        self.traced_handles.alive.clear()
-        for slot in self.slots:
-            slot.reset()
+        self.traced_handles.handles.clear()
+        for buffer in self.result_buffers:
+            buffer.reset()
 
     def _write_contents(self, header: ctypes.Structure) -> None:
         at, heap = self.config.offsets, self.heap
@@ -575,13 +583,16 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
 
     def _make_views(self) -> None:
         config, heap, device = self.config, self.heap, self.group.device
-        own = len(config.placement.experts_of(self.group.rank))
+        num_local_experts = len(config.placement.experts_of(self.group.rank))
         failed = header_structs(config.shape.ranks).Header.failed
         abort_flag = heap.tensor((1,), torch.int32, offset=failed.offset)
-        self.slots = [ResultSlot(i, config, own, device, abort_flag) for i in range(config.slots)]
-        size = trace_shape(config.shape.ranks) if config.profile else (0,)
+        self.result_buffers = [
+            ResultBuffer(i, config, num_local_experts, device, abort_flag)
+            for i in range(config.slots)
+        ]
+        size = get_trace_shape(config.shape.ranks) if config.profile else (0,)
         self._tracks = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def _drop_views(self) -> None:
-        self.slots.clear()
+        self.result_buffers.clear()
         self._tracks = self._tracks.new_empty(0)

@@ -31,8 +31,8 @@ class ExpectedRows:
     ranges: torch.Tensor
 
 
-def valid_ids(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return the ids as int64 `[tokens, top_k]`, -1 for out-of-range and repeated ones."""
+def mask_invalid_ids(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return int64 ids `[tokens, top_k]`, with -1 for out-of-range and repeated ones."""
     ids = topk_ids.long()
     valid = torch.where((ids >= 0) & (ids < num_experts), ids, -1)
     for k in range(1, valid.shape[1]):
@@ -41,13 +41,13 @@ def valid_ids(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return valid
 
 
-def delivered_rows(
+def compute_delivered_rows(
     x: torch.Tensor, kind: str | None, group_size: int, scale: str, recipe: str = "weft"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the delivered values, and float32 scales `[tokens, hidden / group_size]`.
+    """Return the values that dispatch delivers, and scales `[tokens, hidden / group_size]`.
 
     "ue8m0" scales are powers of two, the smallest that scale a block to at most 448. Rows that are
-    not quantised are delivered unchanged, except that the sign of a NaN of all ones is cleared.
+    not quantised are delivered unchanged, except that a NaN with all bits set loses its sign bit.
 
     Args:
         x: `[tokens, hidden]`.
@@ -76,7 +76,7 @@ def _quantize_by_recipe(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return FP8 values and scales by the arithmetic of another library."""
     blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
-    amax, broken = block_amax(blocks)
+    amax, has_nan = block_amax(blocks)
     if recipe == "deep_ep":
         amax = torch.maximum(amax, torch.full_like(amax, 1e-4))
     scales = amax * torch.full_like(amax, 1 / 448)
@@ -88,8 +88,8 @@ def _quantize_by_recipe(
         q = blocks * power_of_two(-power)[..., None]
     else:
         q = blocks * (torch.full_like(amax, 448.0) / amax)[..., None]
-    q = torch.where(broken[..., None], torch.nan, q).clamp(-448.0, 448.0)
-    return q.to(torch.float8_e4m3fn).flatten(-2), torch.where(broken, torch.nan, scales)
+    q = torch.where(has_nan[..., None], torch.nan, q).clamp(-448.0, 448.0)
+    return q.to(torch.float8_e4m3fn).flatten(-2), torch.where(has_nan, torch.nan, scales)
 
 
 @disable_autocast
@@ -116,11 +116,13 @@ def dispatch(
         quantize: As in `LowLatencyAllToAll`.
         group_size: As in `LowLatencyAllToAll`.
         scale: As in `LowLatencyAllToAll`.
-        recipe: As in `sent`.
+        recipe: As in `compute_delivered_rows`.
     """
     ranks, experts = len(x), placement.experts_of(rank)
     rows, device = ranks * max_tokens, x[0].device
-    delivered = [delivered_rows(tokens, quantize, group_size, scale, recipe) for tokens in x]
+    delivered = [
+        compute_delivered_rows(tokens, quantize, group_size, scale, recipe) for tokens in x
+    ]
     values = delivered[0][0]
     out = torch.zeros((len(experts), rows, values.shape[1]), dtype=values.dtype, device=device)
     blocks = 0 if delivered[0][1] is None else delivered[0][1].shape[1]
@@ -130,7 +132,7 @@ def dispatch(
     for e, expert in enumerate(experts):
         begin = 0
         for s in range(ranks):
-            ids = valid_ids(topk_ids[s], len(placement.ranks))
+            ids = mask_invalid_ids(topk_ids[s], len(placement.ranks))
             tokens = (ids == expert).any(dim=1).nonzero()[:, 0]
             end = begin + len(tokens)
             out.view(torch.uint8)[e, begin:end] = delivered[s][0].view(torch.uint8)[tokens]
@@ -180,14 +182,14 @@ def combine(
         options = {"reduce": reduce, "combine_dtype": combine_dtype}
         parts = []
         for ranks in hosts:
-            on_host = torch.tensor([*(rank in ranks for rank in placement.ranks), False])
-            mask = on_host.to(topk_ids.device)[valid_ids(topk_ids, len(placement.ranks))]
+            is_on_host = torch.tensor([*(rank in ranks for rank in placement.ranks), False])
+            mask = is_on_host.to(topk_ids.device)[mask_invalid_ids(topk_ids, len(placement.ranks))]
             ids = torch.where(mask, topk_ids, -1)
             part = combine(rows, ids, topk_weights, placement, **options)  # type: ignore[arg-type]
             parts.append(_round_trip(part, combine_dtype))
         all_rows = [torch.ones(len(rows), dtype=torch.bool, device=rows.device)] * len(parts)
         return add_hosts(parts, all_rows, add=add, dtype=rows.dtype)
-    ids = valid_ids(topk_ids, len(placement.ranks))
+    ids = mask_invalid_ids(topk_ids, len(placement.ranks))
     tokens, top_k = ids.shape
     weights = torch.ones((tokens, top_k), dtype=torch.float32, device=rows.device)
     if topk_weights is not None:
@@ -204,9 +206,9 @@ def combine(
         for rank in range(max(placement.ranks) + 1):
             part = torch.zeros_like(total)
             for k in range(top_k):
-                on_rank = (owner[:, k] == rank)[:, None]
+                is_on_rank = (owner[:, k] == rank)[:, None]
                 product = weights[:, k : k + 1] * rows[:, k].float()
-                part = torch.where(on_rank, part + product, part)
+                part = torch.where(is_on_rank, part + product, part)
             if combine_dtype != "fp8":
                 part = part.to(rows.dtype)
             has_rows = (owner == rank).any(dim=1)[:, None]
@@ -222,10 +224,10 @@ def unpack_scales(scales: torch.Tensor, blocks: int) -> torch.Tensor:
         return scales
     # Shifts, because a view as bytes needs row-major words, and inductor may keep column-major.
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
-    bytes_ = (scales.unsqueeze(-1) >> shifts & 0xFF).flatten(-2)[..., :blocks]
-    return bytes_.to(torch.uint8).view(torch.float8_e8m0fnu).float()
+    scale_bytes = (scales.unsqueeze(-1) >> shifts & 0xFF).flatten(-2)[..., :blocks]
+    return scale_bytes.to(torch.uint8).view(torch.float8_e8m0fnu).float()
 
 
 def _round_trip(rows: torch.Tensor, combine_dtype: str | None) -> torch.Tensor:
-    """Return rows as float32 after the transfer to their owner."""
+    """Return rows as float32 as they arrive at their owner."""
     return dequantize(*quantize(rows, "fp8")) if combine_dtype == "fp8" else rows.float()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of a low-latency dispatch, and its memory."""
+"""Result of a low-latency dispatch, and its memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Handle:
     Attributes:
         number: Number of the dispatch, from 1. In a compiled graph, which cannot count: -1 for the
             first result alive, -2 for the second.
-        slot: Slot of the result.
-        tokens: Number of own tokens of the dispatch.
-        counts: Counts of the dispatch, if its results are not in the slot.
+        slot: Index of the result buffer.
+        tokens: Number of this rank's tokens in the dispatch.
+        counts: Counts of the dispatch, if its result is not in the result buffer.
     """
 
     number: int
@@ -68,45 +68,45 @@ class ExpertRows:
     abort_flag: torch.Tensor | None = None
 
 
-class ResultSlot:
+class ResultBuffer:
     """Memory of one result and of the routing that its combine needs."""
 
     def __init__(
         self,
         index: int,
         config: LowLatencyConfig,
-        own: int,
+        num_local_experts: int,
         device: torch.device,
-        broken: torch.Tensor,
+        abort_flag: torch.Tensor,
     ) -> None:
         self.index = index
         self.tensors = {
             name: torch.zeros(shape, dtype=torch.uint8, device=device)
             if dtype is torch.float8_e4m3fn
             else torch.zeros(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in config.result_shapes(own).items()
+            for name, (shape, dtype) in config.get_result_shapes(num_local_experts).items()
         }
         x = self.tensors["x"]
         self.x = x.view(torch.float8_e4m3fn) if config.shape.group else x
-        self.scales = config.scales_view(self.tensors["scales"])
+        self.scales = config.view_scales(self.tensors["scales"])
         self._addresses = (
-            (self.tensors["dst_addr"], broken) if config.shape.gemm_push else (None, None)
+            (self.tensors["dst_addr"], abort_flag) if config.shape.gemm_push else (None, None)
         )
-        self.alive: Handle | None = None
-        self.latest: Handle | None = None  # alive or not
+        self.handle: Handle | None = None
+        self.latest_handle: Handle | None = None  # also if no longer alive
 
     def reset(self) -> None:
         """Discard the result, and clear the addresses to which GEMMs store rows."""
-        self.alive = self.latest = None
+        self.handle = self.latest_handle = None
         self.tensors["dst_addr"].zero_()
 
     def set_routing(self, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
-        """Set the addresses of this slot's routing record in kernel arguments."""
+        """Set the addresses of this buffer's routing record in kernel arguments."""
         for name in ("position", "weights", "source_tokens", "expected", "dst_addr"):
             setattr(args.routing, name, self.tensors[name].data_ptr())
 
-    def rows(self, handle: Handle) -> ExpertRows:
-        """Return the public result of a dispatch into this slot."""
+    def get_rows(self, handle: Handle) -> ExpertRows:
+        """Return the public result of a dispatch into this buffer."""
         t = self.tensors
         metadata = t["counts"], t["source"], t["ranges"]
         return ExpertRows(self.x, self.scales, *metadata, handle, *self._addresses)

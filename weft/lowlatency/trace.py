@@ -21,7 +21,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.heap import Heap
 from weft.heap.header import PHASES
 from weft.json_files import read_json
-from weft.lowlatency.config import trace_record
+from weft.lowlatency.config import get_trace_record_type
 from weft.runtime.skew import Skew, estimate_skew
 from weft.runtime.stream import synchronize_device
 from weft.runtime.timeline import read_timeline
@@ -51,10 +51,10 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Work of one team of one rank in one operation.
+class WorkRecord:
+    """One team's work in one operation of one rank.
 
-    Times are nanoseconds of that rank's clock. A stamp is 0 if the team has none of its kind.
+    Times are in nanoseconds of that rank's clock. A time is 0 if the team does not record it.
 
     Attributes:
         rank: Rank of the team.
@@ -83,56 +83,60 @@ class Work:
     wait_time_ns: tuple[int, ...]
 
 
-def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
-    """Return the finished records of a rank, ordered by start. Synchronise before reading.
+def read_work_records(tracks: torch.Tensor, rank: int, ranks: int) -> list[WorkRecord]:
+    """Return a rank's finished records, ordered by start. Synchronise the device first.
 
     The list is empty until an operation has finished on this rank, because the teams' clocks cannot
     be converted to nanoseconds before.
     """
     tracks = tracks.cpu()
     words = tracks.view(torch.int64)
-    record = trace_record(ranks)
-    epochs, starts = (words[..., at.offset // 8] for at in (record.epoch, record.start_ns))
+    record_type = get_trace_record_type(ranks)
+    epochs, starts = (
+        words[..., field.offset // 8] for field in (record_type.epoch, record_type.start_ns)
+    )
     # After an operation with fewer teams, records of an earlier operation follow its own.
     latest = epochs.gather(1, starts.argmax(dim=1, keepdim=True))
     used = tracks[(starts != 0) & (epochs == latest)]  # a team writes its record when it finishes
-    lines = [record.from_buffer_copy(bytes(row.numpy())) for row in used]
-    if not any(line.end_ns for line in lines):
+    records = [record_type.from_buffer_copy(bytes(row.numpy())) for row in used]
+    if not any(record.end_ns for record in records):
         return []
-    clock = _ns_per_tick(lines)
-    works = (_work(line, rank, ranks, clock) for line in lines)
+    ns_per_tick = _compute_ns_per_tick(records)
+    works = (_parse_record(record, rank, ranks, ns_per_tick) for record in records)
     return sorted(works, key=lambda work: work.start_ns)
 
 
-def _ns_per_tick(lines: Sequence[ctypes.Structure]) -> float:
-    """Return the ns per tick of the teams' clocks, from records that end on both clocks."""
-    both = [line for line in lines if line.end_ns]
-    elapsed: int = sum(line.end_ns - line.start_ns for line in both)
-    ticks: int = sum(line.ended for line in both)
+def _compute_ns_per_tick(records: Sequence[ctypes.Structure]) -> float:
+    """Return the ns per tick of the teams' clocks, from records with end times in both units."""
+    finished = [record for record in records if record.end_ns]
+    elapsed: int = sum(record.end_ns - record.start_ns for record in finished)
+    ticks: int = sum(record.ended for record in finished)
     return elapsed / ticks
 
 
-def _work(line: ctypes.Structure, rank: int, ranks: int, clock: float) -> Work:
+def _parse_record(
+    record: ctypes.Structure, rank: int, ranks: int, ns_per_tick: float
+) -> WorkRecord:
     def to_ns(ticks: int) -> int:
-        return line.start_ns + round(ticks * clock) if ticks else 0
+        return record.start_ns + round(ticks * ns_per_tick) if ticks else 0
 
-    return Work(
+    return WorkRecord(
         rank=rank,
-        phase=PHASES[line.phase],
-        epoch=line.epoch,
-        role=ROLES[line.role],
-        team=line.team,
-        units=line.units,
-        start_ns=line.start_ns,
-        credited_ns=to_ns(line.credited),
-        learned_ns=to_ns(line.learned),
-        end_ns=to_ns(line.ended),
-        wait_time_ns=tuple(round(line.waited[source] * clock) for source in range(ranks)),
+        phase=PHASES[record.phase],
+        epoch=record.epoch,
+        role=ROLES[record.role],
+        team=record.team,
+        units=record.units,
+        start_ns=record.start_ns,
+        credited_ns=to_ns(record.credited),
+        learned_ns=to_ns(record.learned),
+        end_ns=to_ns(record.ended),
+        wait_time_ns=tuple(round(record.waited[source] * ns_per_tick) for source in range(ranks)),
     )
 
 
-def _clock_skew(heap: Heap) -> Skew:
-    """Return the offsets of the ranks' clocks; CPU ranks share one clock.
+def _estimate_clock_skew(heap: Heap) -> Skew:
+    """Estimate the offsets of the ranks' clocks; CPU ranks share one clock.
 
     Raises:
         InvalidArgument: two ranks have no finished dispatch in common, or their clocks drifted.
@@ -147,28 +151,28 @@ def _clock_skew(heap: Heap) -> Skew:
     return estimate_skew(spans)
 
 
-def to_chrome(works: Iterable[Work], skew: Skew) -> dict[str, Any]:
-    """Return the trace as a JSON object, in us of rank 0's clock."""
+def build_chrome_trace(works: Iterable[WorkRecord], skew: Skew) -> dict[str, Any]:
+    """Return the trace in Chrome's JSON format, in us of rank 0's clock."""
     works = list(works)
     teams = sorted({(work.rank, work.phase, work.team) for work in works})
-    events = [event for team in teams for event in _names(*team)]
+    events = [event for team in teams for event in _build_metadata_events(*team)]
     for work in works:
-        events += _slices(work, skew.offsets_ns[work.rank])
+        events += _build_slices(work, skew.offsets_ns[work.rank])
     return {"traceEvents": events, "displayTimeUnit": "ns", "metadata": skew.metadata()}
 
 
-def _names(rank: int, phase: str, team: int) -> Iterator[Event]:
-    track = _track(phase, team)
+def _build_metadata_events(rank: int, phase: str, team: int) -> Iterator[Event]:
+    track = _get_track_id(phase, team)
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     name = {"name": f"{phase}, team {team}"}
     yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": name}
 
 
-def _track(phase: str, team: int) -> int:
+def _get_track_id(phase: str, team: int) -> int:
     return (1 if phase == "dispatch" else 2) * 10_000 + team
 
 
-def _slices(work: Work, shift_ns: float) -> Iterator[Event]:
+def _build_slices(work: WorkRecord, shift_ns: float) -> Iterator[Event]:
     stamps = {
         "start": work.start_ns,
         "credited": work.credited_ns,
@@ -188,15 +192,15 @@ def _slices(work: Work, shift_ns: float) -> Iterator[Event]:
             "name": name,
             "cat": work.phase,
             "pid": work.rank,
-            "tid": _track(work.phase, work.team),
+            "tid": _get_track_id(work.phase, work.team),
             "ts": (stamps[begin] + shift_ns) / 1e3,
             "dur": (stamps[end] - stamps[begin]) / 1e3,
             "args": args,
         }
 
 
-def dump(path: Path, tracks: torch.Tensor, heap: Heap) -> None:
-    """Write the last rounds of one rank.
+def write_trace(path: Path, tracks: torch.Tensor, heap: Heap) -> None:
+    """Write the trace of one rank's last rounds.
 
     Raises:
         InvalidArgument: the all-to-all was built without profile.
@@ -206,11 +210,11 @@ def dump(path: Path, tracks: torch.Tensor, heap: Heap) -> None:
     if not tracks.numel():
         raise InvalidArgument("dump_trace of an all-to-all built without profile=True")
     synchronize_device(group.device)
-    works = read_work(tracks, group.rank, group.size)
+    works = read_work_records(tracks, group.rank, group.size)
     if not works:
-        raise OutOfOrder("dump_trace before any round has finished: run some first")
-    skew = _clock_skew(heap)
-    path.write_text(json.dumps(to_chrome(works, skew)) + "\n")
+        raise OutOfOrder("dump_trace before any round has finished: run a round first")
+    skew = _estimate_clock_skew(heap)
+    path.write_text(json.dumps(build_chrome_trace(works, skew)) + "\n")
 
 
 def merge(paths: Sequence[Path], path: Path) -> None:
@@ -231,7 +235,7 @@ def merge(paths: Sequence[Path], path: Path) -> None:
             events += document["traceEvents"]
             metadata = document["metadata"]
         except (KeyError, TypeError) as error:
-            raise InvalidArgument(f"{source} is no trace of dump_trace: {error!r}") from error
+            raise InvalidArgument(f"{source} is not a trace of dump_trace: {error!r}") from error
     first = min((event["ts"] for event in events if "ts" in event), default=0.0)
     for event in events:
         if "ts" in event:

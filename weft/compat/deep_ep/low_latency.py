@@ -125,15 +125,15 @@ class LowLatencyMode:
 
     def get_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """Return the buffer for the experts' results of a dispatch."""
-        slot = self._find_exchange(handle).slots[handle.operator_handle.slot]
-        if slot.latest is not handle.operator_handle:
+        buffer = self._find_exchange(handle).result_buffers[handle.operator_handle.slot]
+        if buffer.latest_handle is not handle.operator_handle:
             raise OutOfOrder(
                 "a later dispatch has reused the memory of this handle: call "
                 "get_next_low_latency_combine_buffer before that dispatch"
             )
         key = (handle.sizes, handle.operator_handle.slot)
         if key not in self._inputs:
-            size, device = slot.x.shape, slot.x.device
+            size, device = buffer.x.shape, buffer.x.device
             with disable_inference_mode():
                 self._inputs[key] = torch.zeros(size, dtype=torch.bfloat16, device=device)
         return self._inputs[key]
