@@ -66,7 +66,7 @@ class DriverError(SetupError):
 
 
 class CompileError(SetupError):
-    """NVRTC or the C++ compiler rejected the source. The text holds the generated entry."""
+    """NVRTC or the C++ compiler rejected the source. The text has the generated entry."""
 
 
 class TorchTooOld(SetupError, ImportError):

@@ -11,7 +11,7 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x `[..., hidden]` to FP8 with one scale per block of columns.
 
-    A block of zeros (fp8: amax below 2^-117) is stored as zeros. A block that holds an Inf or a NaN
+    A block of zeros (fp8: amax below 2^-117) is stored as zeros. A block with an Inf or a NaN
     gets a NaN scale and NaN values.
 
     Args:

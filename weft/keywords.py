@@ -99,8 +99,8 @@ def bind(
     signature = inspect.signature(function)
     try:
         return signature.bind(*args, **kwargs)
-    except TypeError as reason:
-        _raise_bad_call(signature, func_name, kwargs, str(reason))
+    except TypeError as error:
+        _raise_bad_call(signature, func_name, kwargs, str(error))
 
 
 def reject_unknown(function: Callable[..., Any], unknown: Collection[str]) -> NoReturn:

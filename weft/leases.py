@@ -110,7 +110,7 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
 
     Args:
         group: Ranks of the job.
-        kind: AllToAll, LowLatencyAllToAll, AllReduce or MoE. Each MoE layer keeps its own weights,
+        kind: AllToAll, LowLatencyAllToAll, AllReduce or MoE. Each MoE layer has its own weights,
             shared expert, correction and placement of replicas (`MoE.sibling`).
         *args: Further arguments of `kind`.
         **options: Options of `kind`.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU memory of several processes: one allocation per rank, mapped into one range on every GPU.
 
-Allocations are exported as POSIX file descriptors, or as fabric handles if every rank can make
-them. Fabric handles also reach the other hosts of an NVLink domain.
+Allocations are exported as POSIX file descriptors, or as fabric handles if every rank supports
+them. Fabric handles can also be imported on the other hosts of an NVLink domain.
 """
 
 from __future__ import annotations
@@ -326,8 +326,8 @@ class DeviceShares:
         device, self._device = self._device, None
         if device is None or os.getpid() != self._owner:
             return
-        with relaxed_capture(self._torch_device), contextlib.ExitStack() as last:
-            last.callback(call_driver, "cuDevicePrimaryCtxRelease", device)
+        with relaxed_capture(self._torch_device), contextlib.ExitStack() as cleanup:
+            cleanup.callback(call_driver, "cuDevicePrimaryCtxRelease", device)
             with self._activate_context(), undo:
                 if self._fence:  # if it is 0, no kernel has used this memory
                     undo.callback(call_driver, "cuMemFree", self._fence)

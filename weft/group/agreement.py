@@ -8,7 +8,7 @@ end of the process the page is final. All survivors therefore read the same valu
 all values are equal and no rank ended without publishing, the set is decided. Otherwise the next
 round begins with the union.
 
-One more bit says whether the rank is connected to the new processes of `Group.replace`. It is
+One more bit is set if the rank is connected to the new processes of `Group.replace`. It is
 decided like the set, but as an intersection: one rank without the bit clears it on all.
 
 A rank counts as dead only when the kernel reports that its process has ended. The kernel tears down
@@ -189,7 +189,7 @@ class Agreement:
         waiting = set(range(self._size)) - {self._rank} - self._dead
         published: dict[int, tuple[frozenset[int], bool]] = {}
         ended: set[int] = set()
-        reminder = WaitLogTimer()
+        wait_timer = WaitLogTimer()
         # Restarted in each round, because a suspect may have published in the last one.
         kill_at = min(time.monotonic() + SUSPECT_SECONDS, deadline)
         while True:
@@ -212,7 +212,7 @@ class Agreement:
                     self._kill(rank)
             if now >= deadline:
                 raise RecoveryFailed(self._format_late(waiting))
-            if (waited := reminder.due()) is not None:
+            if (waited := wait_timer.due()) is not None:
                 _log.warning(
                     "rank %d has waited %.0f s in recover for %s, which neither called it nor "
                     "has_ended",

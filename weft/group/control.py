@@ -3,8 +3,8 @@
 
 In every collective each rank sends one message to each other rank, so no rank is a coordinator.
 When a rank dies, the kernel closes its sockets. A peer that sees the process end shuts them down
-too (`disconnect`), because a forked child may hold copies. All other ranks see at once which rank
-died. Every wait has a deadline. A failed call breaks the group until a recovery resumes it among
+too (`disconnect`), because a forked child may hold copies. All other ranks detect the death at
+once. Every wait has a deadline. A failed call breaks the group until a recovery resumes it among
 the living ranks.
 
 A message is one of three:
@@ -197,9 +197,9 @@ class ControlPlane:
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(OSError), contextlib.ExitStack() as last:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as cleanup:
             for connection in self.peers.values():
-                last.callback(connection.close)  # fails if other code has closed its descriptor
+                cleanup.callback(connection.close)  # fails if other code has closed its descriptor
             if os.getpid() == self._owner:  # a forked child must not send for its parent
                 self._notify({"bye": None if reason is None else sanitize_text(reason)})
 
@@ -217,7 +217,7 @@ class ControlPlane:
         deadline = time.monotonic() + timeout
         call = encode({"recovery_id": self._recovery_id, "op": op, "n": self._sequence})
         data = call[:-1] + part + b"}"
-        unsent, received, reminder = set(self.peers), dict[int, Message](), WaitLogTimer()
+        unsent, received, wait_timer = set(self.peers), dict[int, Message](), WaitLogTimer()
         try:
             while True:
                 for rank in sorted(unsent):
@@ -233,14 +233,14 @@ class ControlPlane:
                     return received
                 if time.monotonic() >= deadline:
                     self.fail(self._describe_late(waiting, received, op, timeout))
-                if (waited := reminder.due()) is not None:
+                if (waited := wait_timer.due()) is not None:
                     self._log_wait(waiting, received, op, waited, timeout)
                 poller = select.poll()
                 for rank in waiting:
                     events = 0 if rank in received else select.POLLIN
                     events |= select.POLLOUT if rank in unsent else 0
                     poller.register(self.peers[rank], events)
-                poller.poll(remaining_ms(reminder.next_wakeup(deadline)))
+                poller.poll(remaining_ms(wait_timer.next_wakeup(deadline)))
         except BaseException:
             for message in received.values():
                 message.close_fd()

@@ -43,8 +43,8 @@ class Liveness:
 
         Args:
             processes: Pidfd of each peer.
-            pipes: Reading end of the `create_lifetime_pipe` of each peer.
-            own_pipe: Both ends of this process's `create_lifetime_pipe`.
+            pipes: Reading end of each peer's lifetime pipe.
+            own_pipe: Both ends of this process's lifetime pipe, see `create_lifetime_pipe`.
             on_end: Called in the thread, until `close`, once for each rank whose process ends.
         """
         self._owner = os.getpid()

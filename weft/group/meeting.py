@@ -280,7 +280,7 @@ class _Hub:
         # Connections that have not sent the nonce yet, oldest first.
         self.unverified: dict[socket.socket, None] = {}
         self.connected: set[int] = set()  # ranks that have sockets to all others
-        self._reminder = WaitLogTimer()
+        self._wait_timer = WaitLogTimer()
 
     def __enter__(self) -> _Hub:
         return self
@@ -328,7 +328,7 @@ class _Hub:
             )
 
     def _log_wait(self, step: str, missing: list[int], timeout: float) -> None:
-        if (waited := self._reminder.due()) is not None:
+        if (waited := self._wait_timer.due()) is not None:
             _log.warning(
                 "rank %d has waited %.0f s of at most %g s in %s for rank %s of %d %s",
                 *(self.control.rank, waited, timeout, _OP, ", ".join(map(str, missing))),
@@ -347,7 +347,7 @@ class _Hub:
             poller.register(connection, select.POLLIN)
         for fd in self.peers.pidfds():
             poller.register(fd, select.POLLIN)
-        poller.poll(remaining_ms(self._reminder.next_wakeup(deadline)))
+        poller.poll(remaining_ms(self._wait_timer.next_wakeup(deadline)))
         # Checked before messages are read: all messages of an ended rank have arrived.
         ended = {rank for rank in members if self.peers.has_ended(rank)}
         for rank in members:
@@ -436,10 +436,10 @@ def _join_hub(
     """Connect to the hub and receive from it the sockets to all other ranks."""
     hub, deadline = meeting.hub, time.monotonic() + timeout + _EXTRA_SECONDS
     others = set(range(control.size)) - {hub}  # the hub reports their deaths with the reason
-    reminder = WaitLogTimer()
+    wait_timer = WaitLogTimer()
 
     def log_wait() -> None:
-        if (waited := reminder.due()) is not None:
+        if (waited := wait_timer.due()) is not None:
             _log.warning(
                 "rank %d has waited %.0f s of at most %g s in %s for rank %d, the hub: it, or a "
                 "rank that it waits for, has not joined",
@@ -494,7 +494,7 @@ def _join_hub(
         pidfd = peers.pidfd(hub)
         if pidfd is not None:
             poller.register(pidfd, select.POLLIN)
-        poller.poll(remaining_ms(reminder.next_wakeup(deadline)))
+        poller.poll(remaining_ms(wait_timer.next_wakeup(deadline)))
 
 
 def _handle_hub_message(meeting: Meeting, control: ControlPlane, message: Message) -> bool:

@@ -43,9 +43,9 @@ class GroupRecovery:
         self._owner = os.getpid()
         self._lock = threading.Lock()  # held by the thread that recovers
         self._membership: Membership | None = None
-        self._fresh: Membership | None = None  # with new processes, until the survivors decide
+        self._pending: Membership | None = None  # with new processes, until the survivors decide
         self._meeting: Meeting | None = None  # opened by this rank for new processes
-        self._is_undecided = False  # whether the decision on `_fresh` missed its deadline
+        self._is_undecided = False  # whether the decision on `_pending` missed its deadline
 
     def watch(self, control: ControlPlane, ranks: Sequence[int] | None = None) -> None:
         """Watch the peers for deaths from now on. Collective.
@@ -59,12 +59,14 @@ class GroupRecovery:
     def close(self, reason: str | None = None) -> None:
         """Release all connections; peers that wait for this rank get `reason`. Idempotent."""
         self.closed = True
-        with contextlib.ExitStack() as last:
-            for membership in (self._fresh, self._membership):
+        with contextlib.ExitStack() as cleanup:
+            for membership in (self._pending, self._membership):
                 if membership is not None:
-                    last.callback(membership.close)
-            last.callback(self._messages.control.close, None if reason is None else f"it {reason}")
-            last.callback(self._close_meeting)
+                    cleanup.callback(membership.close)
+            cleanup.callback(
+                self._messages.control.close, None if reason is None else f"it {reason}"
+            )
+            cleanup.callback(self._close_meeting)
 
     def recover(self, suspects: Collection[int], timeout: float) -> Recovery:
         """See `Group.recover`."""
@@ -135,7 +137,7 @@ class GroupRecovery:
             raise OutOfOrder("no rank is dead: call recover first, which determines the dead ranks")
         problem: Exception | None = None
         try:
-            self._fresh = self._connect_newcomers(meeting, dead, timeout)
+            self._pending = self._connect_newcomers(meeting, dead, timeout)
         except Exception as error:
             problem = error
         # Another survivor may wait `timeout` for a new process before it takes part.
@@ -176,13 +178,13 @@ class GroupRecovery:
                 timeout=timeout,
                 peers=peers,
             )
-        fresh = self._watch(control, timeout)
+        pending = self._watch(control, timeout)
         try:
             _check_joining(control.gather("replace", sorted(dead), timeout))
         except BaseException as error:
-            fresh.close(str(error))
+            pending.close(str(error))
             raise
-        return fresh
+        return pending
 
     def _admit_newcomers(self, suspects: Collection[int], deadline: float) -> bool:
         """Continue with the new processes if every survivor is connected to them.
@@ -192,32 +194,32 @@ class GroupRecovery:
         """
         membership = self._require_membership()
         self._is_undecided = True
-        decision = membership.agreement.decide(suspects, deadline, admit=self._fresh is not None)
+        decision = membership.agreement.decide(suspects, deadline, admit=self._pending is not None)
         self._is_undecided = False
-        fresh, self._fresh = self._fresh, None
+        pending, self._pending = self._pending, None
         if not decision.admit:
-            if fresh is not None:
-                fresh.close("continued without new processes: not every survivor was connected")
+            if pending is not None:
+                pending.close("continued without new processes: not every survivor was connected")
             # A survivor that gave up waiting has already resumed with this id, in a recovery.
             control, rank = membership.control, self._messages.rank
             control.resume(decision.round, set(self._messages.living) - decision.dead)
             control.leave(f"rank {rank} could not admit new processes; call recover")
             return False
-        assert fresh is not None
-        with contextlib.ExitStack() as last:
-            last.callback(self._connect, fresh)  # even if this raises, since all have decided
+        assert pending is not None
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._connect, pending)  # even if this raises, since all have decided
             for member in self._roster.members().values():  # before memory is remapped
                 member.quiesce()
         return True
 
-    def _connect(self, fresh: Membership) -> None:
-        """Replace the connections by `fresh`, and make all ranks participate."""
-        old, self._membership = self._membership, fresh
-        with contextlib.ExitStack() as last:
+    def _connect(self, pending: Membership) -> None:
+        """Replace the connections by `pending`, and make all ranks participate."""
+        old, self._membership = self._membership, pending
+        with contextlib.ExitStack() as cleanup:
             if old is not None:
-                last.callback(old.close)
-            self._messages.control = fresh.control
-            self._roster.restore(fresh.liveness.has_ended)
+                cleanup.callback(old.close)
+            self._messages.control = pending.control
+            self._roster.restore(pending.liveness.has_ended)
 
     def _resume(self, deadline: float) -> dict[str, int]:
         """Restart the operators that all living ranks have; return the rounds that all finished.

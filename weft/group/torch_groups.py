@@ -251,13 +251,13 @@ def _all_gather(
     action: str,
 ) -> None:
     began = time.monotonic()
-    deadline, pause, reminder = began + timeout, _MIN_POLL_SECONDS, WaitLogTimer()
+    deadline, pause, wait_timer = began + timeout, _MIN_POLL_SECONDS, WaitLogTimer()
     try:
         work = dist.all_gather(out, own, group=group, async_op=True)
         if work is None:
             raise InvalidArgument("this process is not a member of the process group")
         while not work.is_completed() and time.monotonic() < deadline:
-            if (waited := reminder.due()) is not None:
+            if (waited := wait_timer.due()) is not None:
                 _log.warning(
                     "rank %d of %d has waited %.0f s of at most %g s in %s. %s",
                     *(dist.get_rank(group), dist.get_world_size(group), waited, timeout, action),

@@ -121,7 +121,9 @@ class Heap:
         shares = self._get_shares()
         rank = check_int("rank", rank, 0, self.group.size - 1)
         if rank not in shares.ranks:
-            raise InvalidArgument(f"rank {rank} had exited before this heap was created: no share")
+            raise InvalidArgument(
+                f"rank {rank} had exited before this heap was created and has no share"
+            )
         return self.base + rank * self.stride
 
     def tensor(

@@ -186,7 +186,7 @@ class Cache:
     @contextlib.contextmanager
     def _open_directory(self) -> Iterator[int]:
         """Open the directory and check it and all its parents; close it on exit."""
-        fd = open_private_directory(self.path, purpose="code from it would be run")
+        fd = open_private_directory(self.path, purpose="code from it would be executed")
         try:
             yield fd
         finally:

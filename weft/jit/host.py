@@ -188,7 +188,7 @@ def _build(entry: str, *, name: str, command: Sequence[str], flags: Sequence[str
     """Run the compiler in a temporary directory and return its output."""
     with tempfile.TemporaryDirectory(prefix="weft-") as scratch:
         # A user who can replace the directory (TMPDIR) could replace the compiled code.
-        purpose = "code that is compiled in it would be run"
+        purpose = "code that is compiled in it would be executed"
         os.close(
             open_private_directory(Path(scratch).resolve(), purpose=purpose, variable="TMPDIR")
         )

@@ -109,7 +109,7 @@ def _check_not_daemonic() -> None:
     if process.daemon:
         raise SetupError(
             f"this process, {process.name}, is daemonic (a worker of multiprocessing.Pool or of an "
-            "engine), so Python forbids it to start ranks: start it with daemon=False, call launch "
+            "engine) and cannot start ranks: start it with daemon=False, call launch "
             'from the main process, or use device="threads"'
         )
 

@@ -68,8 +68,8 @@ def run_processes(job: Job, timeout: float) -> list[Report]:
             ranks.append(_start_rank(context, job, rank))
         _watch(job, ranks, deadline)
         return [
-            process.report or Report(rank, "running", name="ended", timestamp=time.monotonic())
-            for rank, process in enumerate(ranks)
+            state.report or Report(rank, "running", name="ended", timestamp=time.monotonic())
+            for rank, state in enumerate(ranks)
         ]
     finally:
         _terminate(ranks)
