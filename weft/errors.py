@@ -54,7 +54,7 @@ class CreationFailed(SetupError):
 
 
 class PeerAccessDenied(SetupError):
-    """Two GPUs cannot reach each other's memory."""
+    """Two GPUs cannot access each other's memory."""
 
 
 class HandleUnsupported(SetupError):
@@ -74,7 +74,7 @@ class TorchTooOld(SetupError, ImportError):
 
 
 class GroupError(WeftError, RuntimeError):
-    """The group broke while running. Call `Group.recover` (one host) or create a new group."""
+    """The group broke at runtime. Call `Group.recover` (one host) or create a new group."""
 
 
 class PeerTimeout(GroupError):

@@ -60,7 +60,7 @@ def check_fields(config: object) -> None:
 
 
 def check_values(kind: type, **values: Any) -> dict[str, Any]:
-    """Return the checked values of some fields before the config is constructed.
+    """Check values of fields before the config is constructed, and return them.
 
     Raises:
         InvalidArgument: as `check_fields`.

@@ -60,7 +60,7 @@ def power_above(amax: torch.Tensor) -> torch.Tensor:
 
 
 def power_of_two(power: torch.Tensor) -> torch.Tensor:
-    """Return float32 2^power, subnormal results included."""
+    """Return 2^power as float32, including subnormal results."""
     return torch.ldexp(torch.ones_like(power, dtype=torch.float32), power.double()).float()
 
 

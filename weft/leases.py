@@ -82,7 +82,7 @@ class Lease(Generic[T]):
         self._open = False
         self._shared.num_users -= 1
         if self._creation is not None:
-            self._creation.end()
+            self._creation.mark_closed()
         if not self._shared.num_users:
             by_key = _leases_by_group.get(self._group)
             if by_key is not None and by_key.get(self._key) is self._shared:

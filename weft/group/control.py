@@ -137,7 +137,7 @@ class ControlPlane:
         self._sequence = 0
         self._broken = None
 
-    def leave(self, reason: str) -> None:
+    def suspend(self, reason: str) -> None:
         """Make calls raise `reason` until `resume`, also those of peers that wait for this rank."""
         self._broken = self._broken or reason
         self._notify({"recovery_id": self._recovery_id, "fail": sanitize_text(reason)})

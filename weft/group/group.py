@@ -405,7 +405,7 @@ class Group:
     def find_diverged_operators(
         self, member: Lifecycle, rank: int
     ) -> tuple[str, dict[str, Lifecycle]]:
-        """Return `Roster.find_diverged_operators`."""
+        """See `Roster.find_diverged_operators`."""
         return self._roster.find_diverged_operators(member, rank)
 
     def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:

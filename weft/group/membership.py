@@ -139,7 +139,7 @@ class Roster:
                     member.mark_peer_dead(rank)
 
     def remove(self, dead: Collection[int]) -> None:
-        """Make all ranks except `dead` the participating ranks."""
+        """Exclude the ranks `dead`; all others participate."""
         with self._lock:
             self._living = sum(1 << rank for rank in range(self.size) if rank not in dead)
 

@@ -58,7 +58,7 @@ class Creation:
         """Record a heap that the constructor created, by a weak reference."""
         self._heaps.append(weakref.ref(heap))
 
-    def end(self) -> None:
+    def mark_closed(self) -> None:
         """Mark the object as closed, so that a new process does not create it."""
         self._ended = True
 

@@ -80,7 +80,7 @@ class GroupRecovery:
             suspects |= member.suspected_ranks()
         deadline, rank = began + timeout, self._messages.rank
         if self._is_undecided and self._admit_newcomers(suspects, deadline):
-            self._require_membership().control.leave(f"rank {rank} gave up waiting in replace")
+            self._require_membership().control.suspend(f"rank {rank} gave up waiting in replace")
         membership = self._require_membership()
         control = membership.control
         if suspects:  # a suspect may just wait for another rank in a message with a later deadline
@@ -203,7 +203,7 @@ class GroupRecovery:
             # A survivor that gave up waiting has already resumed with this id, in a recovery.
             control, rank = membership.control, self._messages.rank
             control.resume(decision.round, set(self._messages.living) - decision.dead)
-            control.leave(f"rank {rank} could not admit new processes; call recover")
+            control.suspend(f"rank {rank} could not admit new processes; call recover")
             return False
         assert pending is not None
         with contextlib.ExitStack() as cleanup:

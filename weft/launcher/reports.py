@@ -95,7 +95,7 @@ def run_and_report(
 
 
 def _classify_echo(error: BaseException, seen: frozenset[int] = frozenset()) -> int:
-    """Return whether `error` only repeats another rank's error, as `Report.echo`."""
+    """Return `Report.echo` of an error: whether it only repeats another rank's error."""
     if isinstance(error, GroupError | RendezvousFailed):
         return 2
     if isinstance(error, CreationFailed):

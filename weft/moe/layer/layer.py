@@ -458,7 +458,7 @@ class MoE:
         if self._closed:
             return
         self._closed = True
-        self._creation.end()
+        self._creation.mark_closed()
         library.unregister(self.library_handle)
         self.workspace.layers.discard(self)
         if not self.workspace.layers:
