@@ -83,6 +83,6 @@ SUMS = by_name(
         "weft's all-reduce, fused with residual and norm",
         NO_OWN_SUMS,
         {"WEFT_SGLANG_ALLREDUCE": "1"},
-        startup_text="tensor-parallel ranks by weft",
+        startup_text="weft runs the all-reduces of",
     ),
 )

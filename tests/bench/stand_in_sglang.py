@@ -180,7 +180,7 @@ def serving() -> None:
 def load_plugins() -> None:
     """Stand-in of sglang.srt.plugins."""
     if weft():
-        print("all-reduces of 2 tensor-parallel ranks by weft: up to 2048 tokens")
+        print("weft runs the all-reduces of 2 tensor-parallel ranks: up to 2048 tokens")
 
 
 def cli_main() -> None:

@@ -33,7 +33,7 @@ MODULES = {
     "entrypoints/openai/__init__": "",
     "entrypoints/openai/api_server": "launch",
 }
-GREETING = "MoE layers of vLLM on 1 ranks by weft, form block"
+GREETING = "weft runs MoE layers of vLLM on 1 ranks, form block"
 
 
 def write_tree(folder: Path) -> None:

@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from weft.plugins.names import Known, relied_on
+from weft.plugins.engine_api import ExpectedAPI, select_signatures
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -85,7 +85,7 @@ def named(body: list[ast.stmt], wanted: str) -> Iterator[ast.AST]:
 
 
 def parameters(function: ast.AST) -> str:
-    """List the parameters as weft.plugins.names.format_signature does."""
+    """List the parameters as weft.plugins.engine_api.format_signature does."""
     assert isinstance(function, Function)
     inputs = function.args
     plain = [each.arg for each in (*inputs.posonlyargs, *inputs.args)]
@@ -119,16 +119,16 @@ def version_of(site: Path, package: str) -> str:
     return result.name.removeprefix(f"{package}-").removesuffix(".dist-info")
 
 
-def differences(site: Path, entries: Iterable[Known], release: str) -> list[str]:
+def differences(site: Path, entries: Iterable[ExpectedAPI], release: str) -> list[str]:
     """Return a line for each entry of a version that is missing or differs in the sources."""
     sources, result = Sources(site), []
-    for entry, expected in relied_on(entries, release):
+    for entry, expected in select_signatures(entries, release):
         node = sources.find(entry.target)
         if node is None:
             result.append(f"{entry.target} is missing")
             continue
         if expected is not None and parameters(node) != expected:
             result.append(f"{entry.target} takes ({parameters(node)}), not ({expected})")
-        if lost := set(entry.names.split()) - names(node):
+        if lost := set(entry.attributes.split()) - names(node):
             result.append(f"{entry.target} has no {', '.join(sorted(lost))}")
     return result

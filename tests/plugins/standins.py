@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import weft
-from weft.plugins.names import relied_on, unbound_function
+from weft.plugins.engine_api import get_unbound_function, select_signatures
 
 CLOSE = 2e-5  # of float32 sums in another order
 HERE = Path(__file__).parent
@@ -70,7 +70,7 @@ def bind_standin(root: Any, target: str, parameters: str | None) -> None:
             inherited.__kwdefaults__ = getattr(owner, name).__kwdefaults__
         setattr(owner, name, inherited or (lambda: None))
     if parameters is not None:
-        unbound_function(getattr(owner, name)).__signature__ = signature_of(parameters)
+        get_unbound_function(getattr(owner, name)).__signature__ = signature_of(parameters)
 
 
 def install_standin(engine: str, release: str) -> None:
@@ -88,7 +88,7 @@ def install_standin(engine: str, release: str) -> None:
         path, *names = line.split()
         for each in names:
             setattr(module_of(f"{engine}.{path}"), each, getattr(root, each))
-    for entry, parameters in relied_on(root.ENTRIES, release):
+    for entry, parameters in select_signatures(root.ENTRIES, release):
         bind_standin(root, entry.target, parameters)
 
 

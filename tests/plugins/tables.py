@@ -14,18 +14,18 @@ from importlib import import_module
 from pathlib import Path
 
 from tests.plugins.sources import Function, Sources, names, parameters, version_of
-from weft.plugins.names import Engine, Known, relied_on
+from weft.plugins.engine_api import Engine, ExpectedAPI, select_signatures
 from weft.plugins.sglang.hooks import SGLANG
 from weft.plugins.vllm.engine import VLLM
 
 TABLE = Path(__file__).with_name("names.txt")
 
 
-def entries_of(engine: Engine) -> list[Known]:
+def entries_of(engine: Engine) -> list[ExpectedAPI]:
     """Return what the plug-in's modules rely on."""
     package = f"weft.plugins.{engine.packages[0]}"
     modules = [import_module(f"{package}.{name}") for name in ("engine", "allreduce")]
-    tables = ("HOOKS", "KNOWN", "DERIVED")
+    tables = ("HOOKS", "EXPECTED_API", "DERIVED_LAYERS")
     return [each for module in modules for name in tables for each in getattr(module, name, ())]
 
 
@@ -38,12 +38,14 @@ def read(site: Path, engine: Engine) -> dict[str, str]:
     """Return the rows of one wheel."""
     sources, result = Sources(site), {}
     installed = version_of(site, engine.packages[0])
-    for entry, expected in relied_on(entries_of(engine), engine.release(installed) or installed):
+    for entry, expected in select_signatures(
+        entries_of(engine), engine.match_release(installed) or installed
+    ):
         node = sources.find(entry.target)
         if node is not None:
             relied = expected is not None and isinstance(node, Function)
             takes = parameters(node) if relied else None
-            result[entry.target] = row(takes, names(node) & set(entry.names.split()))
+            result[entry.target] = row(takes, names(node) & set(entry.attributes.split()))
     return result
 
 

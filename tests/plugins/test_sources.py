@@ -14,7 +14,7 @@ import pytest
 
 from tests.plugins.sources import differences, version_of
 from tests.plugins.tables import entries_of, known, read, row
-from weft.plugins.names import Engine, Known, relied_on
+from weft.plugins.engine_api import Engine, ExpectedAPI, select_signatures
 from weft.plugins.sglang.hooks import SGLANG
 from weft.plugins.vllm.engine import VLLM
 
@@ -24,9 +24,9 @@ ENGINES = pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=lambda engine: e
 
 @ENGINES
 def test_every_name_is_on_record(engine: Engine) -> None:
-    for version in engine.served:
-        for entry, expected in relied_on(entries_of(engine), version):
-            wanted = row(expected, entry.names.split())
+    for version in engine.supported:
+        for entry, expected in select_signatures(entries_of(engine), version):
+            wanted = row(expected, entry.attributes.split())
             assert NAMES[version][entry.target] == wanted, entry.target
 
 
@@ -37,7 +37,7 @@ def test_the_record_is_of_the_wheel(engine: Engine) -> None:
         pytest.skip("needs the engine's sources")
     site = Path(folder)
     version = version_of(site, engine.packages[0])
-    release = engine.release(version)
+    release = engine.match_release(version)
     assert release is not None
     assert differences(site, entries_of(engine), release) == []
     assert NAMES[release] == read(site, engine)
@@ -53,18 +53,18 @@ def test_differences_are_found(tmp_path: Path) -> None:
     )
     (package / "near.py").write_text("def g(a, *rest, b, **more): ...\nLIST: list[int] = []\n")
     known = (
-        Known("sglang.srt.A.__init__", "self, x, y=, *, z=", names="x"),
-        Known("sglang.srt.f", "a, *rest, b, **more"),
-        Known("sglang.srt.near.LIST"),
+        ExpectedAPI("sglang.srt.A.__init__", "self, x, y=, *, z=", attributes="x"),
+        ExpectedAPI("sglang.srt.f", "a, *rest, b, **more"),
+        ExpectedAPI("sglang.srt.near.LIST"),
     )
-    assert differences(tmp_path, known, SGLANG.served[-1]) == []
+    assert differences(tmp_path, known, SGLANG.supported[-1]) == []
     wrong = (
-        Known("sglang.srt.A.__init__", "self, x", names="x w"),
-        Known("sglang.srt.A.forward", "self"),
-        Known("sglang.srt.near.TUPLE"),
-        Known("sglang.lang.f"),
+        ExpectedAPI("sglang.srt.A.__init__", "self, x", attributes="x w"),
+        ExpectedAPI("sglang.srt.A.forward", "self"),
+        ExpectedAPI("sglang.srt.near.TUPLE"),
+        ExpectedAPI("sglang.lang.f"),
     )
-    assert differences(tmp_path, wrong, SGLANG.served[-1]) == [
+    assert differences(tmp_path, wrong, SGLANG.supported[-1]) == [
         "sglang.srt.A.__init__ takes (self, x, y=, *, z=), not (self, x)",
         "sglang.srt.A.__init__ has no w",
         "sglang.srt.A.forward is missing",

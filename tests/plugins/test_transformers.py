@@ -191,6 +191,6 @@ def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("transformers.distributed.expert_parallel")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    text = r"there is no \S+\.EPImplementation\.__init__.* or use a new"
+    text = r"EPImplementation\.__init__ does not exist.* or use a new"
     with pytest.raises(SetupError, match=text):
         plugin.register()

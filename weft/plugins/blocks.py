@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoE layers of a served model: a decode and a prefill operator that share one set of weights."""
+"""MoE layers of a model: each has a decode and a prefill operator that share its weights."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from weft.group import Group
 from weft.leases import Lease, lease
 from weft.moe import MoE
 from weft.plugins.faults import Watch
-from weft.plugins.settings import Settings, first_timeout
+from weft.plugins.settings import Settings, compute_first_timeout
 from weft.plugins.weights import Layer, check_weights
 
 _log = logging.getLogger(__name__)
 # Low-latency buffers hold max_tokens rows per expert, so larger batches use the prefill operator.
-MOST_DECODE_TOKENS = 512
-MOST_PREFILL_TOKENS = 4096
+MAX_DECODE_TOKENS = 512
+MAX_PREFILL_TOKENS = 4096
 LOAD_TIMEOUT = 300.0  # seconds between the first and the last rank to finish loading weights
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Largest number of tokens per rank in one round, equal on all ranks."""
+    """Maximum tokens per rank in one round of each operator, equal on all ranks."""
 
     decode: int
     prefill: int
@@ -42,40 +42,40 @@ class Limits:
     def from_server(
         cls, decode: int, chunk: int, *, attention_ranks: int, prefill_tokens: int | None = None
     ) -> Limits:
-        """Return the limits of a server.
+        """Compute the limits from a server's batch sizes.
 
         Args:
-            decode: Tokens of an attention group's largest decode batch.
+            decode: Maximum tokens of an attention group's decode batch.
             chunk: Tokens of an attention group's prefill chunk.
-            attention_ranks: Ranks that share an attention group's tokens in a MoE block.
-            prefill_tokens: Prefill tokens per rank that the user requested.
+            attention_ranks: Number of ranks that share an attention group's tokens in a MoE block.
+            prefill_tokens: Prefill tokens per rank requested by the user, or None.
         """
-        small = min(-(-decode // attention_ranks), MOST_DECODE_TOKENS)
-        large = prefill_tokens or min(-(-chunk // attention_ranks), MOST_PREFILL_TOKENS)
-        return cls(decode=max(1, small), prefill=max(1, small, large))
+        decode_tokens = min(-(-decode // attention_ranks), MAX_DECODE_TOKENS)
+        prefill = prefill_tokens or min(-(-chunk // attention_ranks), MAX_PREFILL_TOKENS)
+        return cls(decode=max(1, decode_tokens), prefill=max(1, decode_tokens, prefill))
 
 
 class Blocks:
     """The MoE layers of one process. Collective: every rank makes the same calls in the same order.
 
     `max_tokens` is the largest token count over all ranks. It selects the operator and the number
-    of rounds, so all ranks must pass the same value; a captured graph keeps both.
+    of rounds, so all ranks must pass the same value; a captured graph fixes both.
     """
 
     def __init__(self, group: Group, limits: Limits, settings: Settings) -> None:
         self.group, self.limits, self.settings = group, limits, settings
         self._leases: list[Lease[Any]] = []
-        self._layers: dict[int, _Served] = {}
-        self._refusals = 0
-        self.watch: Watch | None = None  # closed with the rest
+        self._layers: dict[int, _LayerState] = {}
+        self._num_invalid_inputs = 0
+        self.watch: Watch | None = None  # closed by `close`
 
-    def announce(self, what: str) -> None:
-        """Log on rank 0 which layers weft serves."""
+    def log_layers(self, label: str) -> None:
+        """Log on rank 0 that weft runs the layers described by `label`."""
         if self.group.rank == 0:
             _log.info(
-                "weft serves %s on %d ranks, form %s: rounds of %d tokens a rank, %d in prefill; "
-                "hosts: %d",
-                what, self.group.size, self.settings.form, self.limits.decode,
+                "weft runs %s on %d ranks, form %s: up to %d tokens per rank and round, %d in "
+                "prefill; hosts: %d",
+                label, self.group.size, self.settings.form, self.limits.decode,
                 self.limits.prefill, self.group.hosts,
             )  # fmt: skip
 
@@ -86,126 +86,127 @@ class Blocks:
         shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
         shared_size: int = 0,
     ) -> None:
-        """Serve a whole MoE layer, including its shared expert. Collective.
+        """Create the operators of a whole MoE layer, including its shared expert. Collective.
 
         Args:
             layer: The engine's layer.
             shared: The shared expert's forward function.
             shared_size: The shared expert's intermediate size.
         """
-        config = layer.config(shared=shared_size if shared is not None else 0)
+        config = layer.build_config(shared=shared_size if shared is not None else 0)
         if shared is not None and config.hidden != layer.hidden:
             raise InvalidArgument(
-                f"{layer.name} has a shared expert, and its rows of {layer.hidden} are padded to "
-                f"{config.hidden} for MXFP4 experts: weft pads only layers without a shared expert"
+                f"{layer.name} has a shared expert and MXFP4 experts with hidden size "
+                f"{layer.hidden}, which weft would pad to {config.hidden}: it pads only layers "
+                "without a shared expert"
             )
         experts, expected, fp8 = layer.local_expert_weights(), layer.local_expert_ids(), layer.fp8
 
-        def weights(local: tuple[int, ...]) -> Any:
-            if local != expected:
+        def get_weights(expert_ids: tuple[int, ...]) -> Any:
+            if expert_ids != expected:
                 raise OutOfOrder(
                     f"rank {self.group.rank} holds experts {expected[:1]} to {expected[-1:]} in "
-                    f"{layer.name}, but {local[:1]} to {local[-1:]} in weft: the engine numbers "
-                    "its ranks differently"
+                    f"{layer.name}, but {expert_ids[:1]} to {expert_ids[-1:]} in weft: the "
+                    "engine numbers its ranks differently"
                 )
             return experts
 
         def build(mode: str, max_tokens: int) -> MoE:
-            owner = lease(
+            leased = lease(
                 self.group,
                 MoE,
                 config,
-                weights,
+                get_weights,
                 max_tokens=max_tokens,
                 shared=shared,
                 mode=mode,
                 overlap=self.settings.overlap,
                 combine_dtype=self.settings.combine_dtype,
                 fp8=fp8,
-                missing="drop",  # ids are physical: the engine reroutes around a dead rank itself
+                missing="drop",  # ids are physical: the engine itself reroutes tokens of dead ranks
                 timeout=self.settings.timeout,
-                first_timeout=first_timeout(self.settings.timeout),
+                first_timeout=compute_first_timeout(self.settings.timeout),
             )
-            self._leases.append(owner)
-            return owner.operator
+            self._leases.append(leased)
+            return leased.operator
 
-        self._layers[id(layer.module)] = _Served(
+        self._layers[id(layer.module)] = _LayerState(
             layer,
             build(self.settings.decode, self.limits.decode),
             build("throughput", self.limits.prefill),
             layer.parameters(),
         )
 
-    def has(self, module: Any) -> bool:
-        """Whether weft serves the module's whole layer."""
+    def has_layer(self, module: Any) -> bool:
+        """Whether the module was passed to `add_block`."""
         return id(module) in self._layers
 
     def check_tensors(self, module: Any) -> None:
-        """Raise OutOfOrder if the engine replaced tensors of a served module."""
-        served = self._layers[id(module)]
-        replaced = served.replaced()
+        """Raise OutOfOrder if the engine replaced tensors of a module."""
+        state = self._layers[id(module)]
+        replaced = state.list_replaced()
         if replaced:
             raise OutOfOrder(
-                f"the tensors of {served.layer.name} were replaced after loading "
-                f"({', '.join(replaced)}), and graphs hold the old addresses: write weights "
+                f"the tensors of {state.layer.name} were replaced after loading "
+                f"({', '.join(replaced)}), and graphs contain the old addresses: write weights "
                 "in place, or restart the server"
             )
 
     @torch.no_grad()
     def reload(self, module: Any) -> None:
-        """Copy weights that the engine loaded into new tensors of a served layer.
+        """Copy weights that the engine loaded into new tensors to the original tensors.
 
-        Kernels and captured graphs read the original tensors, so the new values are copied there
-        and the module gets the original parameters back. The result is the same whether the engine
-        wrote in place, keeps its new tensors, or later copies them into the old ones. Local; a
-        no-op if no tensor was replaced.
+        Kernels and captured graphs read the original tensors. After the copy, the module has its
+        original parameters again. The result is the same whether the engine wrote in place, uses
+        its new tensors, or later copies them into the old ones. Local; a no-op if no tensor was
+        replaced.
 
         Raises:
-            OutOfOrder: If only some tensors of a reordered layer are new, or if their format
-                differs from the served one.
+            OutOfOrder: If only some tensors of a reordered layer are new, or if their shape or
+                dtype has changed.
             InvalidArgument: If weft does not support the new tensors.
         """
-        served = self._layers[id(module)]
-        replaced = served.replaced()
+        state = self._layers[id(module)]
+        replaced = state.list_replaced()
         if not replaced:
             return
-        layer = served.layer
+        layer = state.layer
         if layer.is_reordered:
-            if len(replaced) < len(served.parameters):
-                kept = ", ".join(set(served.parameters) - set(replaced))
+            if len(replaced) < len(state.parameters):
+                unchanged = ", ".join(set(state.parameters) - set(replaced))
                 raise OutOfOrder(
-                    f"{layer.name} was reloaded in part: {', '.join(replaced)} are new, {kept} "
-                    "are not, and weft reorders all of them together: load the whole layer, or "
-                    "restart the server"
+                    f"{layer.name} was reloaded in part: {', '.join(replaced)} are new, "
+                    f"{unchanged} are not, and weft reorders all of them together: load the "
+                    "whole layer, or restart the server"
                 )
             check_weights(layer, "block")
-            layer.local_expert_weights(packed=served.tensors["w13_weight"].dtype == MXFP4)
-        for name, tensor in served.tensors.items():
+            layer.local_expert_weights(packed=state.tensors["w13_weight"].dtype == MXFP4)
+        for name, tensor in state.tensors.items():
             new = getattr(module, name)
             if new.shape != tensor.shape or new.dtype != tensor.dtype:
                 raise OutOfOrder(
-                    f"{layer.name}.{name} was reloaded as {list(new.shape)} {new.dtype}, and "
-                    f"is served as {list(tensor.shape)} {tensor.dtype}: restart the server"
+                    f"{layer.name}.{name} was reloaded as {list(new.shape)} {new.dtype}, but "
+                    f"was {list(tensor.shape)} {tensor.dtype}: restart the server"
                 )
-        for name, parameter in served.parameters.items():
-            tensor, new = served.tensors[name], getattr(module, name)
+        for name, parameter in state.parameters.items():
+            tensor, new = state.tensors[name], getattr(module, name)
             if new.data_ptr() != tensor.data_ptr():
                 tensor.copy_(new)
             parameter.data = tensor
             setattr(module, name, parameter)
 
     def reload_all(self) -> None:
-        """Call `reload` for every layer whose tensors the engine has replaced."""
-        for served in self._layers.values():
-            if served.replaced():
-                self.reload(served.layer.module)
+        """Reload every layer whose tensors the engine has replaced."""
+        for state in self._layers.values():
+            if state.list_replaced():
+                self.reload(state.layer.module)
 
-    def exchange(self, layer: Layer, payloads: Sequence[Payload] | None = None) -> AllToAll:
-        """Return the all-to-all of a layer whose experts the engine computes. Collective if new.
+    def get_exchange(self, layer: Layer, payloads: Sequence[Payload] | None = None) -> AllToAll:
+        """Return the all-to-all of a layer whose experts the engine runs. Collective if new.
 
         `payloads` are the tensors to send, as in `weft.AllToAll`.
         """
-        owner = lease(
+        leased = lease(
             self.group,
             AllToAll,
             max_tokens=self.limits.prefill,
@@ -216,10 +217,10 @@ class Blocks:
             payloads=payloads,
             combine_dtype=self.settings.combine_dtype,
             timeout=self.settings.timeout,
-            first_timeout=first_timeout(self.settings.timeout),
+            first_timeout=compute_first_timeout(self.settings.timeout),
         )
-        self._leases.append(owner)
-        return owner.operator
+        self._leases.append(leased)
+        return leased.operator
 
     def run(
         self,
@@ -229,22 +230,22 @@ class Blocks:
         weights: torch.Tensor,
         max_tokens: int,
     ) -> torch.Tensor:
-        """Run routed and shared experts: `[tokens, hidden]` to a new `[tokens, hidden]`.
+        """Run the routed and shared experts; return a new `[tokens, hidden]`.
 
         Args:
             module: A module passed to `add_block`.
-            x: This rank's tokens.
+            x: This rank's tokens `[tokens, hidden]`.
             ids: Physical expert ids `[tokens, top_k]`, -1 for none.
             weights: Routing weights `[tokens, top_k]`.
             max_tokens: Largest token count over all ranks.
         """
-        served = self._layers[id(module)]
+        state = self._layers[id(module)]
         self.check_tensors(module)
         if max_tokens == 0:
             return torch.empty_like(x)
-        moe = served.decode if max_tokens <= self.limits.decode else served.prefill
-        if served.layer.scale != 1.0:
-            weights = weights * served.layer.scale
+        moe = state.decode if max_tokens <= self.limits.decode else state.prefill
+        if state.layer.scale != 1.0:
+            weights = weights * state.layer.scale
         x, ids, padding = x.contiguous(), ids.contiguous(), moe.config.hidden - x.shape[1]
         if padding:
             x = functional.pad(x, (0, padding))
@@ -252,67 +253,67 @@ class Blocks:
         return out[:, :-padding].contiguous() if padding else out
 
     @property
-    def broken(self) -> bool:
+    def is_broken(self) -> bool:
         """Whether the group is broken. Reads host memory only."""
-        return any(each.broken for each in self.operators())
+        return any(operator.broken for operator in self.list_operators())
 
     def check(self) -> None:
-        """Raise a group error; log input that a device refused, which affects no other rank."""
-        for operator in self.operators():
+        """Raise a group error. Invalid input, which affects no other rank, is only logged."""
+        for operator in self.list_operators():
             try:
-                with self.logged():
+                with self.log_group_errors():
                     operator.check()
             except UsageError as error:
-                self._refusals += 1
-                if self._refusals & (self._refusals - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
-                    count = self._refusals
-                    _log.error("rank %d, refusal %d: %s", self.group.rank, count, error)
+                self._num_invalid_inputs += 1
+                count = self._num_invalid_inputs
+                if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
+                    _log.error("rank %d, invalid input %d: %s", self.group.rank, count, error)
 
-    def fault(self) -> str:
+    def describe_fault(self) -> str:
         """Return the error that broke the group, or "". Reads host memory only."""
         try:
-            if self.broken:
+            if self.is_broken:
                 self.check()
         except GroupError as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
     @contextlib.contextmanager
-    def logged(self) -> Iterator[None]:
-        """Log group errors raised in the context: engines bury them among other tracebacks."""
+    def log_group_errors(self) -> Iterator[None]:
+        """Log group errors raised in the context, in one line. Engines log many tracebacks."""
         try:
             yield
         except GroupError as error:
             _log.critical("%s: %s", type(error).__name__, error)
             raise
 
-    def operators(self) -> list[Any]:
+    def list_operators(self) -> list[Any]:
         """Return one operator per workspace."""
         operators: dict[int, Any] = {}
-        for each in self._leases:
-            exchange = getattr(each.operator, "exchange", each.operator)
-            operators.setdefault(id(exchange.heap), each.operator)
+        for leased in self._leases:
+            exchange = getattr(leased.operator, "exchange", leased.operator)
+            operators.setdefault(id(exchange.heap), leased.operator)
         return list(operators.values())
 
     def close(self) -> None:
         """Free all memory and the group. Local and idempotent."""
         if self.watch is not None:
             self.watch.close()
-        for each in self._leases:
+        for leased in self._leases:
             try:
-                each.close()
+                leased.close()
             except WeftError as error:  # the engine is shutting down
-                _log.warning("closing a workspace: %s", error)
+                _log.warning("failed to close a workspace: %s", error)
         self._leases.clear()
         self._layers.clear()
         self.group.close()
 
 
-class _Served:
-    """One layer, with its module kept alive so that the module's id stays unique.
+class _LayerState:
+    """A layer's operators and parameters.
 
-    `parameters` are the module's served parameters by name. `tensors` keeps their data alive, so
-    that no other tensor gets one of their addresses.
+    It references the module, so that the module's id stays unique, and the data of the parameters,
+    so that no other tensor gets one of their addresses.
     """
 
     def __init__(
@@ -320,11 +321,11 @@ class _Served:
     ) -> None:
         self.layer, self.decode, self.prefill = layer, decode, prefill
         self.parameters = parameters
-        self.tensors = {name: each.data for name, each in parameters.items()}
-        self._addresses = [(name, each.data_ptr()) for name, each in parameters.items()]
+        self.tensors = {name: parameter.data for name, parameter in parameters.items()}
+        self._addresses = [(name, parameter.data_ptr()) for name, parameter in parameters.items()]
 
-    def replaced(self) -> list[str]:
-        """Return the names of tensors that the engine replaced. Runs in every forward pass."""
+    def list_replaced(self) -> list[str]:
+        """Return the names of tensors that the engine replaced. Called in every forward pass."""
         module = self.layer.module
         return [
             name for name, address in self._addresses if getattr(module, name).data_ptr() != address

@@ -87,7 +87,7 @@ class Server:
         from weft.plugins.sglang import engine
 
         assert engine._blocks is not None
-        return engine._blocks.operators()
+        return engine._blocks.list_operators()
 
 
 def tokens(count: int, seed: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ import weft
 from tests.plugins.standins import clamped_swiglu
 from weft.plugins.sglang import allreduce, engine
 
-ENTRIES = (*engine.HOOKS, *engine.KNOWN, *allreduce.HOOKS, *allreduce.KNOWN)
+ENTRIES = (*engine.HOOKS, *engine.EXPECTED_API, *allreduce.HOOKS, *allreduce.EXPECTED_API)
 RELEASE = str(globals().get("RELEASE", "0.5.17"))
 NEWER = RELEASE == "0.5.23"
 # Names that the plug-in imports, or finds, without an entry in its tables.

@@ -111,7 +111,7 @@ def make_runner(
             groups["moe"] = standin.GroupCoordinator(ranks, made)
     standin.STATE.groups = groups
     # A test must not end the process that started the ranks.
-    setattr(allreduce, "end_server", lambda parent: lambda: None)  # noqa: B010
+    setattr(allreduce, "make_end_server", lambda parent: lambda: None)  # noqa: B010
     model = Model(dtype, gemma, release, **norm)
     known = SimpleNamespace(architectures=["Fusing"])
     args = standin.parse("--moe-a2a-backend", backend)
@@ -249,16 +249,16 @@ def initialize_workspaces(hidden: int) -> None:
 def two_models(group: weft.Group) -> tuple[bool, bool, int]:
     """A draft model shares the target's operator if its rows have the same width."""
     runner = start(group)
-    live = allreduce._live
-    assert live is not None
+    parallel = allreduce._tensor_parallel
+    assert parallel is not None
     runner.load_model()
-    again = len(live._leases) == 1
+    again = len(parallel._leases) == 1
     runner.model_config.hidden_size = 2 * HIDDEN
     runner.load_model()
     wide = torch.ones(3, 2 * HIDDEN)
     assert torch.equal(state().groups["tp"].all_reduce(wide), wide * 2)
     initialize_workspaces(HIDDEN)
-    return again, allreduce._live is live, state().workspaces
+    return again, allreduce._tensor_parallel is parallel, state().workspaces
 
 
 def flashinfers(group: weft.Group) -> list[list[str]]:
@@ -288,7 +288,7 @@ def split_experts(group: weft.Group, all_to_all: bool) -> tuple[bool, bool, int,
     """Sums of experts over half of the ranks, or none: no norm may take them over."""
     split: dict[str, Any] = {"backend": "deepep"} if all_to_all else {"moe": [[0, 1], [2, 3]]}
     start(group, **split)
-    gate = allreduce.may_fuse(lambda _: False, 4), allreduce.may_fuse(lambda _: True, 4)
+    gate = allreduce.can_fuse(lambda _: False, 4), allreduce.can_fuse(lambda _: True, 4)
     initialize_workspaces(HIDDEN)
     for name in ("tp", "moe"):
         state().groups[name].all_reduce(rows(4))
@@ -302,11 +302,11 @@ def test_sums_over_other_groups_remain_sglangs(ranks):
 
 
 def test_a_traced_layer_fuses_nothing(monkeypatch):
-    live = type("Live", (), {"fuses": True, "max_tokens": LIMIT})()
-    monkeypatch.setattr(allreduce, "_live", live)
-    assert allreduce.may_fuse(lambda _: False, 1)
+    parallel = type("Live", (), {"can_fuse_sums": True, "max_tokens": LIMIT})()
+    monkeypatch.setattr(allreduce, "_tensor_parallel", parallel)
+    assert allreduce.can_fuse(lambda _: False, 1)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not allreduce.may_fuse(lambda _: True, 1)
+    assert not allreduce.can_fuse(lambda _: True, 1)
 
 
 def refused(group: weft.Group, how: str) -> str:
@@ -318,7 +318,7 @@ def refused(group: weft.Group, how: str) -> str:
     runner.server_args.enable_pdmux = how == "pdmux"
     runner.model_config.hidden_size = 63 if how == "hidden" else HIDDEN
     error = error_of(allreduce.after_load_model, None, runner).removeprefix("InvalidArgument: ")
-    result = error or ("nothing" if allreduce._live is None else "served")
+    result = error or ("nothing" if allreduce._tensor_parallel is None else "served")
     leave()
     return result
 
@@ -377,7 +377,7 @@ def differing(group: weft.Group, switch: str) -> list[str]:
 
 def unapplied(group: weft.Group) -> str:
     runner = make_runner(group)
-    (fused,) = (hook for hook in allreduce.HOOKS if hook.function is allreduce.sum_and_norm)
+    (fused,) = (hook for hook in allreduce.HOOKS if hook.function is allreduce.reduce_and_norm)
     importlib.import_module("sglang").HookRegistry._patched.remove(fused.target)
     return error_of(runner.load_model)
 
@@ -388,7 +388,7 @@ def test_an_unsupported_sglang_ends_the_server(ranks):
     assert alone == inside
     assert alone.startswith("SystemExit: weft in SGLang: SGLang")
     assert "GroupCoordinator._all_reduce_out_place" in alone
-    assert "get_moe_ep_group takes (name), not ()" in alone
+    assert "get_moe_ep_group has parameters (name), not ()" in alone
     assert wrong.startswith("SystemExit: weft in SGLang: WEFT_SGLANG_ALLREDUCE is 'on'")
     assert none == []
     assert error.startswith("SetupError")

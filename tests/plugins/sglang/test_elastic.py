@@ -206,7 +206,7 @@ def test_tokens_go_to_living_replicas(sglang: Any, static: bool) -> None:
     """Tables change in place, and a rank prefers its own replica."""
     places = placed(sglang, [0, 1, 2, 3, 0, 1, 2, 3], static=static)
     tables = [places.logical_to_all_physical_map, places.logical_to_all_physical_map_cpu]
-    elastic.route_around(places, {2}, rank=0)
+    elastic.reroute_experts(places, {2}, rank=0)
     assert places.logical_to_all_physical_map is tables[0]
     for table in tables:  # rank 2 had other replicas of 0 and 1; of 3 and 2 in layer 1
         assert table[0, :, :2].tolist() == [[0, -1], [1, -1], [2, 6], [3, 7]]
@@ -218,7 +218,7 @@ def test_tokens_go_to_living_replicas(sglang: Any, static: bool) -> None:
     assert (single is not None) is static
     if static:
         assert single.tolist() == [[0, 1, 2, 3], [3, 2, 1, 0]]
-    elastic.route_around(places, {2, 1}, rank=3)
+    elastic.reroute_experts(places, {2, 1}, rank=3)
     rows = [[0, -1], [1, -1], [6, -1], [7, -1]]
     assert places.logical_to_all_physical_map[0, :, :2].tolist() == rows
 
@@ -228,11 +228,11 @@ def test_ranks_without_a_replica_share_those_of_others(sglang: Any) -> None:
     chosen = []
     for rank in range(4):
         places = placed(sglang, [0, 1, 2, 3, 0, 1, 2, 3])
-        elastic.route_around(places, set(), rank=rank)
+        elastic.reroute_experts(places, set(), rank=rank)
         chosen.append(places.logical_to_rank_dispatch_physical_map[0].tolist())
     assert chosen == [[0, 1, 2, 3], [4, 5, 2, 3], [4, 5, 2, 3], [4, 5, 6, 7]]
     places = placed(sglang, [0, 0, 0, 1, 2, 3, 1, 2])  # three replicas on ranks 0 and 1
-    elastic.route_around(places, set(), rank=3)
+    elastic.reroute_experts(places, set(), rank=3)
     assert places.logical_to_rank_dispatch_physical_map[0, 0] == 0
 
 
@@ -254,18 +254,18 @@ def test_a_repeated_pass_gets_the_unchanged_batch(
             return step()
 
     monkeypatch.setattr(elastic, "_survivors", Twice())
-    assert elastic.forward(run, lambda: None, batch) == "done"
+    assert elastic.run_forward(run, lambda: None, batch) == "done"
     assert seen == [{"rows": 3}, {"rows": 3}]
 
 
 def test_experts_without_a_replica_are_named(sglang: Any) -> None:
     places = placed(sglang, [0, 1, 2, 3, 0, 1, 2, 2])
     before = places.logical_to_all_physical_map.clone()
-    with pytest.raises(SetupError, match=r"rank 1 gone no replica is left of 1 experts: 3 of lay"):
-        elastic.route_around(places, {1}, rank=0)
+    with pytest.raises(SetupError, match=r"without rank 1, 1 experts have no replica: 3 of lay"):
+        elastic.reroute_experts(places, {1}, rank=0)
     assert torch.equal(places.logical_to_all_physical_map, before)
-    assert elastic.experts_without_replica(places, {1}) == [(0, 3)]
-    assert elastic.experts_without_replica(places, {2}) == [(1, 3)]
+    assert elastic.find_experts_without_replica(places, {1}) == [(0, 3)]
+    assert elastic.find_experts_without_replica(places, {2}) == [(1, 3)]
 
 
 def tokenizer_of(sglang: Any, backend: str | None) -> Any:
@@ -288,14 +288,14 @@ def test_requests_of_a_dead_rank_are_aborted(sglang: Any) -> None:
         tokenizer._dispatch_to_scheduler(sglang.ActiveRanksOutput([True, True, False]))
     assert set(tokenizer.answers) == {"1", "named"}
     assert tokenizer.answers["1"]["status_code"] is HTTPStatus.SERVICE_UNAVAILABLE
-    assert "rank 2, which served this request, has died" in tokenizer.answers["1"]["message"]
+    assert "rank 2, which processed this request, has died" in tokenizer.answers["1"]["message"]
     assert tokenizer.fan_out == 2
     more = [request(f"more {number}") for number in range(3)]
     tokenizer.ask(*more)
     batch = sglang.BatchTokenizedGenerateReqInput([request("b") for _ in "12"])
     tokenizer._dispatch_to_scheduler(batch)
     assert [each.routed_dp_rank for each in (*more, *batch)] == [0, 1, 0, 1, 0]
-    with pytest.raises(ValueError, match="routed_dp_rank is 2, which has died"):
+    with pytest.raises(ValueError, match="routed_dp_rank is 2, but this rank has died"):
         tokenizer.ask(request("late", routed_dp_rank=2))
     assert "late" not in [getattr(each, "rid", None) for each in tokenizer.sent]
     stock = request("1")  # without the flag nothing is chosen

@@ -21,11 +21,11 @@ from weft.gemm import quantize_mxfp4, unpack_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
 from weft.moe import CLAMPED_SWIGLU, Gating
 from weft.plugins.blocks import Limits
-from weft.plugins.names import Engine
+from weft.plugins.engine_api import Engine
 from weft.plugins.settings import Settings
 from weft.plugins.sglang import engine, flags, models, register
-from weft.plugins.sglang.hooks import SGLANG, check_applied, end_server
-from weft.plugins.sglang.weights import check_experts, layer_of
+from weft.plugins.sglang.hooks import SGLANG, check_applied, make_end_server
+from weft.plugins.sglang.weights import build_layer, check_experts
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def sglang() -> Iterator[Callable[[str], Any]]:
     leave()
 
 
-@pytest.mark.parametrize("release", SGLANG.served)
+@pytest.mark.parametrize("release", SGLANG.supported)
 def test_flags_of_weft(sglang: Callable[[str], Any], release: str) -> None:
     """The backend has a name, whole experts on each rank, and a separate shared expert.
 
@@ -109,10 +109,10 @@ def test_an_unsupported_sglang_is_refused_before_patching(
         register()
     for part in (
         "SGLang 0.5.17 does not match weft's plug-in, so nothing was patched: ",
-        "create_moe_dispatcher takes (moe_runner_config, quant_method), not (moe_runner_config)",
-        "there is no sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        "create_moe_dispatcher has parameters (moe_runner_config, quant_method), not (moe_runner_",
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model does not exist",
         "FusedMoE.__init__ has no dispatcher, hidden_size, intermediate_size_per_partition",
-        "Supported: 0.5.23, 0.5.17; install one of them",
+        "Supported: 0.5.23, 0.5.17. Install one of them",
     ):
         assert part in str(raised.value)
     assert "version" not in str(raised.value)
@@ -129,25 +129,25 @@ def test_an_unsupported_version_is_refused(
 ) -> None:
     """Also if its names are equal; signatures are compared with those of the version."""
     sglang(OLDER)
-    monkeypatch.setattr(Engine, "installed", lambda self: "0.5.18")
+    monkeypatch.setattr(Engine, "get_version", lambda self: "0.5.18")
     with pytest.raises(SetupError, match="SGLang 0.5.18 .*: its version is not supported"):
         register()
-    monkeypatch.setattr(Engine, "installed", lambda self: NEWER)
+    monkeypatch.setattr(Engine, "get_version", lambda self: NEWER)
     with pytest.raises(SetupError) as raised:
         register()
     for part in (
         "SGLang 0.5.23 does not match weft's plug-in",
-        "require_mlp_tp_gather takes (server_args), not (*, moe_a2a_backend=)",
-        "there is no sglang.srt.layers.moe.topk.TopK.routing_inputs",
+        "require_mlp_tp_gather has parameters (server_args), not (*, moe_a2a_backend=)",
+        "sglang.srt.layers.moe.topk.TopK.routing_inputs does not exist",
     ):
         assert part in str(raised.value)
     assert "version" not in str(raised.value)
     assert "MOE_A2A_BACKEND_CHOICES" not in str(raised.value)  # which 0.5.23 has not
     for release in ("0.5.17", "0.5.17.post1", "0.5.17+cu130"):
-        assert SGLANG.release(release) == "0.5.17"
-    assert SGLANG.release("0.5.23") == "0.5.23"
+        assert SGLANG.match_release(release) == "0.5.17"
+    assert SGLANG.match_release("0.5.23") == "0.5.23"
     for release in ("0.5.170", "0.5.1", "10.5.17", "(unknown version)"):
-        assert SGLANG.release(release) is None
+        assert SGLANG.match_release(release) is None
 
 
 def test_a_wrong_setting_is_refused(
@@ -173,9 +173,9 @@ def test_a_hook_that_sglang_could_not_apply_is_an_error(sglang: Callable[[str], 
 def test_the_server_is_ended_by_a_signal_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *inputs: sent.append(inputs))
-    end_server(-1)()
+    make_end_server(-1)()
     assert sent == []
-    end_server(os.getppid())()
+    make_end_server(os.getppid())()
     assert sent == [(os.getppid(), signal.SIGQUIT)]
 
 
@@ -198,7 +198,7 @@ def test_decode_tokens_are_those_of_graphs_that_are_captured(
     args = standin.parse(chunked_prefill_size=128)
     args.cuda_graph_config.decode = standin.PhaseConfig(backend, 32, [1, 32])
     standin.STATE.parallel = SimpleNamespace(attn_tp_size=1)
-    assert flags.limits_of(args, Settings()) == Limits(decode, 128)
+    assert flags.compute_limits(args, Settings()) == Limits(decode, 128)
 
 
 def fused(dtype: torch.dtype = torch.bfloat16, **other: Any) -> Any:
@@ -235,8 +235,8 @@ def fused(dtype: torch.dtype = torch.bfloat16, **other: Any) -> Any:
 def test_weights_are_taken_without_a_copy(dtype: torch.dtype) -> None:
     layer = fused(dtype)
     check_experts(layer, form="block")
-    as_weft = layer_of(layer)
-    own, config = as_weft.local_expert_weights(), as_weft.config(shared=128)
+    as_weft = build_layer(layer)
+    own, config = as_weft.local_expert_weights(), as_weft.build_config(shared=128)
     own.check(config, 4, torch.device("cpu"), fp8=as_weft.fp8)
     assert own.gate_up.data_ptr() == layer.w13_weight.data_ptr()
     assert own.down.data_ptr() == layer.w2_weight.data_ptr()
@@ -252,23 +252,23 @@ def test_mxfp4_is_left_as_loaded_and_packed() -> None:
     """SGLang would convert it to bfloat16, or to another kernel's format."""
     layer, changed = fused(torch.uint8), []
     enter()
-    from weft.plugins.sglang.dispatcher import Exchanged, WholeBlock
+    from weft.plugins.sglang.dispatcher import BlockDispatcher, ExchangeDispatcher
 
-    for kind in (WholeBlock, Exchanged):
+    for kind in (BlockDispatcher, ExchangeDispatcher):
         layer.dispatcher = kind(7)
-        models.keep_mxfp4(lambda *inputs: changed.append(inputs), "method", layer)
+        models.keep_mxfp4_layout(lambda *inputs: changed.append(inputs), "method", layer)
     leave()
     assert changed == [("method", layer)]
     check_experts(layer, form="block")
     expected = dequantize_mxfp4(layer.w13_weight, layer.w13_weight_scale)
-    as_weft = layer_of(layer)
+    as_weft = build_layer(layer)
     own = as_weft.local_expert_weights()
-    own.check(as_weft.config(), 4, torch.device("cpu"), fp8=as_weft.fp8)
+    own.check(as_weft.build_config(), 4, torch.device("cpu"), fp8=as_weft.fp8)
     assert own.gate_up_scale is not None
     assert torch.equal(unpack_mxfp4(own.gate_up, own.gate_up_scale), expected)
     assert own.gate_up.data_ptr() == layer.w13_weight.data_ptr()  # which EPLB moves
     assert own.gate_up_scale.data_ptr() == layer.w13_weight_scale.data_ptr()
-    with pytest.raises(OutOfOrder, match=r"layer 7\.w2_weight is in weft's order"):
+    with pytest.raises(OutOfOrder, match=r"layer 7\.w2_weight is in weft's row order"):
         layer.w2_weight.weight_loader(layer.w2_weight, own.down)
 
 
@@ -283,8 +283,8 @@ def test_supported_activations() -> None:
     ):
         layer = fused(**more)
         check_experts(layer, form="block")
-        assert layer_of(layer).config().gating == gating
-        assert layer_of(layer).interleaved == interleaved
+        assert build_layer(layer).build_config().gating == gating
+        assert build_layer(layer).interleaved == interleaved
 
 
 FP8, U8 = torch.float8_e4m3fn, torch.uint8
@@ -295,31 +295,31 @@ UE8M0 = SimpleNamespace(format_ue8m0=True)
 BF16 = torch.bfloat16
 REFUSED: list[tuple[torch.dtype, dict[str, Any], str]] = [
     (BF16, {"num_fused_shared_experts": 1}, "--disable-shared-experts-fusion"),
-    (BF16, {"moe_tp_size": 2}, "moe_tp_size is 2; weft serves 1"),
+    (BF16, {"moe_tp_size": 2}, "moe_tp_size is 2; weft supports 1"),
     (BF16, {"num_experts": 9}, "num_experts is 9, num_local_experts 4 on 2 ranks"),
-    (BF16, {"config__activation": "gelu"}, "config.activation is 'gelu'; weft serves 'silu'"),
-    (BF16, {"config__gemm1_clamp_limit": 7.0}, "clamp_limit is 7.0; weft serves None"),
+    (BF16, {"config__activation": "gelu"}, "config.activation is 'gelu'; weft supports 'silu'"),
+    (BF16, {"config__gemm1_clamp_limit": 7.0}, "clamp_limit is 7.0; weft supports None"),
     (BF16, {"config__swiglu_limit": 10, "config__gemm1_alpha": 1.702},
-     "swiglu_limit is 10; weft serves None"),
-    (BF16, {"config__gemm1_beta": 2.0}, "gemm1_beta is 2.0; weft serves 1"),
-    (BF16, {"with_bias": True, **BIAS}, r"bias is \[4\] torch.float32; weft serves \[4, 256\]"),
-    (U8, {"params_dtype": torch.float32}, "weft serves MXFP4 with bfloat16 and float16"),
+     "swiglu_limit is 10; weft supports None"),
+    (BF16, {"config__gemm1_beta": 2.0}, "gemm1_beta is 2.0; weft supports 1"),
+    (BF16, {"with_bias": True, **BIAS}, r"bias is \[4\] torch.float32; weft supports \[4, 256\]"),
+    (U8, {"params_dtype": torch.float32}, "weft supports bfloat16 and float16 for MXFP4"),
     (U8, {"intermediate_size_per_partition": 256},
-     r"w13_weight is \[4, 256, 128\] for intermediate 256 and hidden 256; weft serves"),
+     r"w13_weight is \[4, 256, 128\] for intermediate 256 and hidden 256; weft supports"),
     (U8, {"w13_weight_scale": torch.ones(4, 256, 8)},
-     r"_scale is \[4, 256, 8\] torch.float32; weft serves \[4, 256, 8\] torch.uint8"),
+     r"_scale is \[4, 256, 8\] torch.float32; weft supports \[4, 256, 8\] torch.uint8"),
     (BF16, {"quant_method__load_up_proj_weight_first": True}, "the up projection first"),
     (BF16, {"quant_method__runner": RUNNER}, "the runner is 'deep_gemm', whose weight layout may"),
     (BF16, {"quant_method": SimpleNamespace()}, "the runner is unknown"),
     (BF16, {"params_dtype": torch.float64}, "params_dtype is torch.float64"),
-    (BF16, {"w2_weight": TURNED.mT}, "torch.bfloat16, not contiguous; weft serves"),
+    (BF16, {"w2_weight": TURNED.mT}, "torch.bfloat16, not contiguous; weft supports"),
     (BF16, {"w2_weight_scale": torch.ones(1)}, "w2_weight is torch.bfloat16 with sc"),
-    (FP8, {"w13_weight_scale_inv": None}, "weft serves a float32 scale per block of 128 x 128"),
+    (FP8, {"w13_weight_scale_inv": None}, "weft supports a float32 scale per block of 128 x 128"),
     (FP8, {"w2_weight_scale_inv": torch.ones(4, 256, 1)},
-     r"_inv is \[4, 256, 1\] torch.float32; weft serves \[4, 2, 1\]"),
+     r"_inv is \[4, 256, 1\] torch.float32; weft supports \[4, 2, 1\]"),
     (FP8, {"w13_weight_scale_inv": UE8M0}, "w13_weight_scale_inv has format_ue8m0"),
     (FP8, {"intermediate_size_per_partition": 96},
-     r"w13_weight is \[4, 192, 256\]; in FP8, weft serves multiples of 128"),
+     r"w13_weight is \[4, 192, 256\]; in FP8, weft supports multiples of 128"),
 ]  # fmt: skip
 
 
@@ -330,7 +330,7 @@ def test_unsupported_experts_are_refused(
     """The error names the layer, the attribute, its value and supported values."""
     with pytest.raises(InvalidArgument, match=text) as raised:
         check_experts(fused(dtype, **changes), form="block")
-    assert "cannot serve the experts of layer 7 in form 'block'" in str(raised.value)
+    assert "does not support the experts of layer 7 in form 'block'" in str(raised.value)
 
 
 def test_the_runner_of_the_dispatcher_form_has_any_arithmetic() -> None:

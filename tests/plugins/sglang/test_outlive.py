@@ -107,7 +107,7 @@ def shrinking(group: weft.Group) -> str:
 
 def test_experts_that_died_with_both_replicas_end_the_server() -> None:
     result = run(shrinking, ranks=4)
-    text = "2: with rank 0, 2 gone no replica is left of 8 experts: 0 of layer 0,"
+    text = "2: without rank 0, 2, 8 experts have no replica: 0 of layer 0,"
     assert [result[rank].startswith(text) for rank in (1, 3)] == [True, True]
 
 
@@ -116,14 +116,14 @@ def unrecovered(group: weft.Group) -> tuple[int, list[str], list[bool]]:
     ended: list[bool] = []
     kept = Kept()
     end = lambda: ended.append(True)  # noqa: E731
-    patient = Watch(group, end=end, grace=3000.0, recovers=True)
-    hasty = Watch(group, end=end, grace=0.5, recovers=True)
+    patient = Watch(group, end_server=end, grace_seconds=3000.0, can_recover=True)
+    hasty = Watch(group, end_server=end, grace_seconds=0.5, can_recover=True)
     group.barrier()
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     hasty._thread.join()
     group.recover()
-    later = Watch(group, end=end, grace=0.0, recovers=True)
+    later = Watch(group, end_server=end, grace_seconds=0.0, can_recover=True)
     group.barrier()
     time.sleep(2 * SETTLE_SECONDS)
     alive = [each._thread.is_alive() for each in (patient, later)]
@@ -137,14 +137,14 @@ def test_a_server_that_does_not_recover_is_ended() -> None:
     first, _, last = run(unrecovered, ranks=3)
     for ended, lines, alive in (first, last):
         assert ended == 1
-        assert any("and the others have 0.5 s to continue without it" in line for line in lines)
+        assert any("and the other ranks have 0.5 s to recover" in line for line in lines)
         assert alive == [True, True]
 
 
 def kill_and_wait(group: weft.Group) -> list[str]:
     """Rank 1 is killed; the engine ends this rank before the server gives up."""
     kept = Kept()
-    watch = Watch(group, end=lambda: None)
+    watch = Watch(group, end_server=lambda: None)
     group.barrier()
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -159,7 +159,7 @@ def kill_and_wait(group: weft.Group) -> list[str]:
 def kill_engine_core(group: weft.Group) -> list[str]:
     """vLLM's EngineCore is killed while its worker, which is the rank, still runs."""
     kept = Kept()
-    watch = Watch(group, end=lambda: None)
+    watch = Watch(group, end_server=lambda: None)
     watch._parent = 1 << 30
     watch._thread.join(10)
     return kept.lines
@@ -170,7 +170,7 @@ def test_the_process_that_ended_first_is_named_at_once() -> None:
     assert run(kill_and_wait, ranks=2)[0] == ["rank 0 of 2: the process of rank 1 has ended"]
     assert launch(kill_engine_core, ranks=1, device="threads") == [
         [
-            f"rank 0 of 1: process {1 << 30}, which started this rank, has ended; the engine ends "
-            "this rank with it"
+            f"rank 0 of 1: process {1 << 30}, which started this rank, has ended, so the engine "
+            "ends this rank, too"
         ]
     ]

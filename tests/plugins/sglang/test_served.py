@@ -41,7 +41,7 @@ BATCHES = {
 }
 
 
-def serve(
+def run_moe_block(
     group: weft.Group,
     block: str,
     batches: Sequence[list[int]] | None = None,
@@ -70,7 +70,8 @@ def serve(
 
 LORA = {"enable_lora": True, "lora_target_modules": {"q_proj", "o_proj"}}
 OVERLAP = ("--moe-a2a-backend", "weft", "--enable-single-batch-overlap")
-# By ranks: block, batches, and options of `serve`. Every block in every form, with idle ranks and
+# By ranks: block, batches, and options of `run_moe_block`. Every block in every form, with idle
+# ranks and
 # batches of several rounds; groups of two attention ranks, with DP attention and without; rows that
 # pad a graph; one rank, for which 0.5.17 does not keep the number of padded rows.
 SERVED: dict[int, list[tuple[str, Any, dict[str, Any]]]] = {
@@ -103,7 +104,7 @@ SERVED: dict[int, list[tuple[str, Any, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("count", SERVED)
 def test_models_are_served_as_in_one_process(ranks: Any, count: int) -> None:
-    calls = [(partial(serve, **more), block, sizes) for block, sizes, more in SERVED[count]]
+    calls = [(partial(run_moe_block, **more), block, sizes) for block, sizes, more in SERVED[count]]
     for case, results in zip(SERVED[count], launch_each(ranks, count, *calls), strict=True):
         for result, workspaces in results:
             assert result < CLOSE, case
@@ -210,7 +211,7 @@ def misuse(group: weft.Group) -> dict[str, str]:
         torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.int32), x
     )
     errors = {
-        "no rank's number of tokens": error_of(server.step, x, None),
+        "did not report the ranks' token counts": error_of(server.step, x, None),
         "rows is 1, but this rank has 2 tokens": error_of(server.step, x, [1, 1]),
         "layer 0 were called directly": error_of(experts, x, chosen),
     }
@@ -220,21 +221,21 @@ def misuse(group: weft.Group) -> dict[str, str]:
     leave()
     enter()
     from weft.plugins.sglang import engine
-    from weft.plugins.sglang.dispatcher import WholeBlock
+    from weft.plugins.sglang.dispatcher import BlockDispatcher
 
-    early = SimpleNamespace(experts=SimpleNamespace(dispatcher=WholeBlock(3)), layer_id=3)
-    errors["layer 3 runs before weft's hook"] = error_of(engine.serve, None, early, x, None)
+    early = SimpleNamespace(experts=SimpleNamespace(dispatcher=BlockDispatcher(3)), layer_id=3)
+    errors["layer 3 runs before weft's hook"] = error_of(engine.run_moe_block, None, early, x, None)
     leave()
     return errors
 
 
 LORA_OF_EXPERTS = {"q_proj", "gate_up_proj"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: leave that"),
-    ({"enable_torch_compile": True}, "--enable-torch-compile: leave that out"),
-    ({"enable_pdmux": True}, "--enable-pdmux: leave that out"),
-    ({"elastic_ep_backend": "mooncake"}, "--elastic-ep-backend mooncake: leave that out"),
-    ({"attn_cp_size": 2}, "--attn-cp-size: leave that out"),
+    ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: remove"),
+    ({"enable_torch_compile": True}, "--enable-torch-compile: remove these flags"),
+    ({"enable_pdmux": True}, "--enable-pdmux: remove these flags"),
+    ({"elastic_ep_backend": "mooncake"}, "--elastic-ep-backend mooncake: remove these flags"),
+    ({"attn_cp_size": 2}, "--attn-cp-size: remove these flags"),
     ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode: leave"),
     ({"enable_lora": True}, "--lora-target-modules is not given: name"),
     (
@@ -266,7 +267,7 @@ def unknown_block(group: weft.Group) -> dict[str, str]:
     standin.Another, BLOCKS["another"] = Another, "Another"
     error = error_of(Server, group, "another")
     leave()
-    return {"Another of Model is not among the MoE blocks that weft serves": error}
+    return {"Another of Model is not among the MoE blocks that weft supports": error}
 
 
 def stock(group: weft.Group, release: str) -> dict[str, str]:
@@ -299,7 +300,7 @@ def lose_last_rank(group: weft.Group, folder: str) -> None:
     os.environ["WEFT_SGLANG_TIMEOUT"] = "600"
     ended: list[bool] = []
     end = lambda parent: lambda: ended.append(True)  # noqa: E731
-    setattr(engine, "end_server", end)  # noqa: B010
+    setattr(engine, "make_end_server", end)  # noqa: B010
     faults.GRACE_SECONDS = 0.0
     server, kept = Server(group, "glm4"), Kept()
     last, counts = group.size - 1, [2] * group.size
@@ -315,7 +316,7 @@ def lose_last_rank(group: weft.Group, folder: str) -> None:
     if last in blocks.group.host_ranks[blocks.group.host]:
         blocks.watch._thread.join()
         assert ended == [True]
-    result = {"error": error, "broken": bool(blocks.broken), "lines": kept.lines}
+    result = {"error": error, "broken": bool(blocks.is_broken), "lines": kept.lines}
     Path(folder, str(group.rank)).write_text(repr(result))
 
 
@@ -346,7 +347,7 @@ def on_two_hosts(group: weft.Group, body: Any, *args: Any) -> Any:
 
 def logged(group: weft.Group, form: str, release: str) -> tuple[float, bool]:
     kept = Kept(logging.INFO)
-    result, _ = serve(group, "deepseek", release=release, form=form)
+    result, _ = run_moe_block(group, "deepseek", release=release, form=form)
     return result, any(line.endswith("hosts: 2") for line in kept.lines)
 
 

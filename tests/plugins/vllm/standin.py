@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from weft.plugins.vllm import allreduce, engine
 
-ENTRIES = (*engine.KNOWN, *allreduce.KNOWN)
+ENTRIES = (*engine.EXPECTED_API, *allreduce.EXPECTED_API)
 # Names that the plug-in imports, or finds, without an entry in its tables.
 MODULES = """
 platforms current_platform

@@ -17,7 +17,7 @@ import weft.compat.flashinfer
 from tests.plugins.vllm.workers import config_of, enter, leave, parallel
 from weft.errors import InvalidArgument, SetupError
 from weft.plugins.blocks import Limits
-from weft.plugins.names import Engine
+from weft.plugins.engine_api import Engine
 from weft.plugins.vllm import allreduce, engine
 
 
@@ -89,13 +89,13 @@ def test_an_unsupported_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     for part in (
         "vLLM 0.32.0 does not match weft's plug-in, so nothing was patched: ",
         "RoutedExperts.__init__ has no _get_quant_method, activation, apply_router_weight_on_inp",
-        "there is no vllm.forward_context.DPMetadata.get_chunk_sizes_across_dp_rank",
-        "Supported: 0.26.0, 0.32.0, 0.33.0; install one of them",
+        "vllm.forward_context.DPMetadata.get_chunk_sizes_across_dp_rank does not exist",
+        "Supported: 0.26.0, 0.32.0, 0.33.0. Install one of them",
     ):
         assert part in str(raised.value)
     assert of_vllm("op_registry_oot") == {}
     monkeypatch.undo()
-    monkeypatch.setattr(Engine, "installed", lambda self: "0.31.0")
+    monkeypatch.setattr(Engine, "get_version", lambda self: "0.31.0")
     with pytest.raises(SetupError, match="vLLM 0.31.0 .*: its version is not supported. Supported"):
         enter("block")
 
@@ -111,27 +111,27 @@ def test_a_layer_of_another_plug_in_is_refused() -> None:
 
 def test_limits() -> None:
     """The limit is the largest graph, or the largest batch, split over sequence-parallel ranks."""
-    limits_of = engine.limits_of
+    compute_limits = engine.compute_limits
     config = of_vllm("VllmConfig")()
-    assert limits_of(config, parallel(0, 2), prefill_tokens=None) == Limits(4, 32)
+    assert compute_limits(config, parallel(0, 2), prefill_tokens=None) == Limits(4, 32)
     config.compilation_config.max_cudagraph_capture_size = 512
     config.scheduler_config.max_num_batched_tokens = 8192
-    assert limits_of(config, parallel(0, 2), prefill_tokens=None) == Limits(512, 4096)
-    assert limits_of(config, parallel(0, 4, dp_size=2, sp_size=2), prefill_tokens=None) == Limits(
-        256, 4096
-    )
-    assert limits_of(config, parallel(0, 2), prefill_tokens=1000) == Limits(512, 1000)
+    assert compute_limits(config, parallel(0, 2), prefill_tokens=None) == Limits(512, 4096)
+    assert compute_limits(
+        config, parallel(0, 4, dp_size=2, sp_size=2), prefill_tokens=None
+    ) == Limits(256, 4096)
+    assert compute_limits(config, parallel(0, 2), prefill_tokens=1000) == Limits(512, 1000)
 
 
 FLAGS: list[tuple[str, Any, str]] = [
     ("all2all_backend", "deepep_low_latency", "--all2all-backend is deepep_low_late"),
-    ("expert_placement_strategy", "round_robin", "strategy is round_robin; weft serves"),
-    ("enable_dbo", True, "--enable-dbo is not served: leave it out"),
-    ("ubatch_size", 2, "--enable-dbo is not served"),
-    ("enable_elastic_ep", True, "--enable-elastic-ep is not served"),
-    ("prefill_context_parallel_size", 2, "--prefill-context-parallel-size is not served"),
-    ("lora_config", object(), "--enable-lora is not served"),
-    ("enable_sleep_mode", True, "--enable-sleep-mode is not served"),
+    ("expert_placement_strategy", "round_robin", "strategy is round_robin; weft supports"),
+    ("enable_dbo", True, "--enable-dbo is not supported: remove it"),
+    ("ubatch_size", 2, "--enable-dbo is not supported"),
+    ("enable_elastic_ep", True, "--enable-elastic-ep is not supported"),
+    ("prefill_context_parallel_size", 2, "--prefill-context-parallel-size is not supported"),
+    ("lora_config", object(), "--enable-lora is not supported"),
+    ("enable_sleep_mode", True, "--enable-sleep-mode is not supported"),
     ("enforce_eager", False, "on CPU ranks vLLM compiles .* add --enforce-eager"),
 ]
 
@@ -146,7 +146,7 @@ def test_unsupported_flags_are_refused(
     config = of_vllm("CURRENT")
     owners = (config.parallel_config, config.model_config, config)
     monkeypatch.setattr(next(each for each in owners if hasattr(each, field)), field, value)
-    with pytest.raises(InvalidArgument, match=f"cannot serve vLLM as it was started: .*{text}"):
+    with pytest.raises(InvalidArgument, match=f"does not support vLLM with these flags: .*{text}"):
         layer(config_of())
 
 
@@ -155,7 +155,7 @@ def test_unsupported_flags_are_refused(
     [
         ({"use_ep": False, "ep_size": 1}, "ranks have parts of every expert: add --enable-e"),
         ({"dp_size": 1}, "add --data-parallel-size, or use WEFT_VLLM_ALLREDUCE=1 alone"),
-        ({"ep_size": 4}, "leave out --tensor-parallel-size"),
+        ({"ep_size": 4}, "remove --tensor-parallel-size"),
     ],
 )
 def test_unsupported_ranks_are_refused(more: dict[str, Any], text: str) -> None:
@@ -200,43 +200,45 @@ def test_unsupported_methods_and_tensors_are_refused() -> None:
 
     class Int8MoEMethod(of_vllm("Fp8MoEMethod")): ...  # type: ignore[misc]
 
-    with pytest.raises(InvalidArgument, match="their method is Int8MoEMethod; weft serves Unquant"):
+    with pytest.raises(
+        InvalidArgument, match="their method is Int8MoEMethod; weft supports Unquant"
+    ):
         layer(config_of(), Int8MoEMethod)
     experts = layer(config_of(num_local_experts=4))
     experts.w13_weight, experts.w2_weight = torch.zeros(4, 256, 128), torch.zeros(4, 32, 128)
     with pytest.raises(InvalidArgument) as raised:
         experts.quant_method.process_weights_after_loading(experts)
     for part in (
-        "num_experts is 8, num_local_experts 4 on 1 ranks; weft serves equal parts",
-        "w2_weight is [4, 32, 128] torch.float32; weft serves [4, 128, 128]",
+        "num_experts is 8, num_local_experts 4 on 1 ranks; weft needs equal numbers on all ranks",
+        "w2_weight is [4, 32, 128] torch.float32; weft supports [4, 128, 128]",
     ):
         assert part in str(raised.value)
 
 
 def test_unsupported_rows_are_refused() -> None:
     """Rows that are quantised per token, for example."""
-    travels_as_fp8, experts = engine.travels_as_fp8, SimpleNamespace(layer_name="experts")
+    uses_fp8_rows, experts = engine.uses_fp8_rows, SimpleNamespace(layer_name="experts")
 
     def kernel(dtype: torch.dtype | None, block: list[int] | None, raw: bool = False) -> Any:
         quant = SimpleNamespace(quant_dtype=dtype, block_shape=block)
         return SimpleNamespace(quant_config=quant, expects_unquantized_inputs=raw)
 
     fp8 = torch.float8_e4m3fn
-    assert travels_as_fp8(experts, kernel(fp8, [128, 128]))
-    assert not travels_as_fp8(experts, kernel(None, None))
-    assert not travels_as_fp8(experts, kernel(torch.int8, None, raw=True))
-    with pytest.raises(InvalidArgument, match="takes rows of torch.float8_e4m3fn in blocks of No"):
-        travels_as_fp8(experts, kernel(fp8, None))
+    assert uses_fp8_rows(experts, kernel(fp8, [128, 128]))
+    assert not uses_fp8_rows(experts, kernel(None, None))
+    assert not uses_fp8_rows(experts, kernel(torch.int8, None, raw=True))
+    with pytest.raises(InvalidArgument, match="needs rows of torch.float8_e4m3fn in blocks of No"):
+        uses_fp8_rows(experts, kernel(fp8, None))
 
 
 def test_the_fused_all_reduce_is_wefts() -> None:
     """Both attributes are replaced, or none."""
-    modules: list[Any] = [importlib.import_module(each) for each in allreduce.HOLDERS]
+    modules: list[Any] = [importlib.import_module(each) for each in allreduce.MODULES]
     enter("", ALLREDUCE="1")
     assert [each.flashinfer_comm for each in modules] == [weft.compat.flashinfer] * 2
     assert of_vllm("op_registry_oot") == {}
     modules[0].flashinfer_comm, modules[1].flashinfer_comm = "FlashInfer", None
-    with pytest.raises(SetupError, match=r"and vllm\S+flashinfer_all_reduce found none"):
+    with pytest.raises(SetupError, match=r"but vllm\S+flashinfer_all_reduce could not import it"):
         enter("", ALLREDUCE="1")
     assert modules[0].flashinfer_comm == "FlashInfer"
 

@@ -46,7 +46,7 @@ BATCHES = {1: ([3], [40]), 2: ([3, 1], [0, 4], [0, 0], [5, 40], [70, 0], [33, 33
 
 def built() -> list[Any]:
     """Return the workspaces of this process."""
-    operators: list[Any] = sys.modules["weft.plugins.vllm.engine"]._blocks.operators()
+    operators: list[Any] = sys.modules["weft.plugins.vllm.engine"]._blocks.list_operators()
     return operators
 
 
@@ -93,7 +93,7 @@ def test_batches_of_every_size_are_served(ranks: Any, count: int) -> None:
             assert 1e-4 < error < 0.05 if "fp8" in method else error < CLOSE, (body, form)
             assert workspaces == (2 if form == "block" else 1)
         # benchmarks/vllm/variants.py looks for these words.
-        logged = f"weft serves MoE layers of vLLM on {count} ranks, form {form}"
+        logged = f"weft runs MoE layers of vLLM on {count} ranks, form {form}"
         if body is serve:
             assert any(line.startswith(logged) for line in result[0][2])
 
@@ -161,14 +161,14 @@ def gpt_oss(group: weft.Group, far_apart: bool) -> tuple[list[float], str, dict[
         errors.append(distance(expected))
     weight, some = experts.w13_weight, {"w13_weight": parts["w13_weight"]}
     texts = {
-        "experts.w13_weight is in weft's order, and the engine loads": error_of(
+        "experts.w13_weight is in weft's row order, but the engine loads": error_of(
             weight.weight_loader, weight, parts["w13_weight"]
         ),
         "reloaded in part: w13_weight are new": error_of(layerwise, experts, some),
     }
     if not far_apart:
         wide = load(70, far_apart=True)[0]
-        texts["and is served as ["] = error_of(layerwise, experts, wide)
+        texts["but was ["] = error_of(layerwise, experts, wide)
     leave()
     return errors, dtype, texts
 
@@ -276,7 +276,7 @@ def misuse(group: weft.Group) -> dict[str, str]:
     engine: Any = sys.modules["weft.plugins.vllm.engine"]
     experts = worker.runners[0].routed_experts
     errors = {
-        "no rank's number of tokens": error_of(worker.step, x, None),
+        "did not report the ranks' token counts": error_of(worker.step, x, None),
         "rows is 1, but this rank has 2 tokens": error_of(worker.step, x, [1, 1]),
     }
     experts.w13_weight.data = experts.w13_weight.data.clone()
@@ -292,7 +292,7 @@ def misuse(group: weft.Group) -> dict[str, str]:
     worker = Worker(group, "exchange")
     experts, vllm = worker.runners[0].routed_experts, importlib.import_module("vllm")
     vllm.FusedMoEKernel = lambda *_: SimpleNamespace(impl=object())  # type: ignore[attr-defined]
-    text = "has no modular kernel there, but object"
+    text = "has no modular kernel but object"
     errors[text] = error_of(experts.quant_method.process_weights_after_loading, experts)
     leave()
     return errors
@@ -357,4 +357,4 @@ def test_a_dead_rank_is_reported_and_ends_the_worker(ranks: Any, tmp_path: Path,
         ranks(2, "cpu")(lose_rank_1, str(tmp_path / "found"), form)
     ended, lines = ast.literal_eval((tmp_path / "found").read_text())
     assert ended == [True]
-    assert any("rank 1" in line and "this server ends" in line for line in lines)
+    assert any("rank 1" in line and "ending this server" in line for line in lines)

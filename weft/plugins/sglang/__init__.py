@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """weft's plug-in for SGLang.
 
-`--moe-a2a-backend weft` serves MoE blocks, `--elastic-ep-backend weft` keeps the server running
-after a rank has died, and WEFT_SGLANG_ALLREDUCE=1 serves the all-reduces of --tp.
+`--moe-a2a-backend weft` runs MoE blocks, `--elastic-ep-backend weft` keeps the server running
+after a rank has died, and WEFT_SGLANG_ALLREDUCE=1 runs the all-reduces of --tp.
 
 SGLang finds `register` by its entry point; docs/user/sglang.md lists what is supported. Importing
 this package does not import SGLang.
@@ -26,13 +26,13 @@ def register() -> None:
     Raises:
         SetupError: If the SGLang version is not supported.
         InvalidArgument: If a setting is invalid. SGLang logs either error and continues without the
-            choice "weft", so a command line that uses it is refused.
+            choice "weft", so its parser rejects a command line that uses it.
     """
     allreduce.register()
-    SGLANG.check((*engine.HOOKS, *engine.KNOWN))
+    SGLANG.check((*engine.HOOKS, *engine.EXPECTED_API))
     Settings.read("SGLANG")
-    choices = flags.choices()
-    if any(NAME not in each for each in choices):
+    choice_lists = flags.get_choice_lists()
+    if any(NAME not in choice_list for choice_list in choice_lists):
         install(engine.HOOKS)
-        for each in choices:
-            each.append(NAME)
+        for choice_list in choice_lists:
+            choice_list.append(NAME)

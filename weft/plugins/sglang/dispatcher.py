@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatchers of SGLang's FusedMoE layers. Imports SGLang."""
+"""Dispatchers for SGLang's FusedMoE layers. This module imports SGLang."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from weft.alltoall.operator import AllToAll
 
 
-class WholeBlock(BaseDispatcher):  # type: ignore[misc]  # SGLang is not type-checked
-    """Dispatcher of a layer whose whole block weft runs; SGLang must not call it."""
+class BlockDispatcher(BaseDispatcher):  # type: ignore[misc]  # SGLang is not type-checked
+    """Dispatcher of a layer whose whole block weft runs. SGLang must not call it."""
 
     def __init__(self, layer_id: int) -> None:
         super().__init__()
         self.layer_id = layer_id
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
-        """Raise OutOfOrder: SGLang called the experts outside the block that weft serves."""
+        """Raise OutOfOrder: SGLang called the experts outside the block that weft runs."""
         raise OutOfOrder(
-            f"the experts of layer {self.layer_id} were called directly, but weft serves their "
-            "whole block: report the model, and use WEFT_SGLANG_FORM=dispatcher meanwhile"
+            f"the experts of layer {self.layer_id} were called directly, but weft runs their "
+            "whole block: report the model, and use WEFT_SGLANG_FORM=dispatcher"
         )
 
     def combine(self, combine_input: Any) -> torch.Tensor:
-        """Raise OutOfOrder, as `dispatch` does."""
+        """Raise OutOfOrder, because no dispatch precedes."""
         raise OutOfOrder(f"combine without dispatch in layer {self.layer_id}")
 
 
-class Exchanged(BaseDispatcher):  # type: ignore[misc]
-    """Sends tokens by `weft.AllToAll`; SGLang's runner computes the experts between the two calls.
+class ExchangeDispatcher(BaseDispatcher):  # type: ignore[misc]
+    """Exchanges tokens with `weft.AllToAll`; SGLang's runner computes the experts in between.
 
     Before each pair of calls, the caller sets `max_tokens` to the largest token count over all
     ranks, at most `all_to_all.max_tokens`.
@@ -65,7 +65,7 @@ class Exchanged(BaseDispatcher):  # type: ignore[misc]
             rows=self.max_tokens,
         )
         x, ids, weights = (t.flatten(0, 1) for t in (received.x, received.ids, received.weights))
-        # Ids and weights are interleaved in memory, and SGLang's kernels take no strides.
+        # Ids and weights are interleaved in memory, and SGLang's kernels need contiguous tensors.
         ids, weights = ids.contiguous(), weights.contiguous()
         topk = StandardTopKOutput(weights, ids, topk_output.router_logits)
         return StandardDispatchOutput(x, None, topk)

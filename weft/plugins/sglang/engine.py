@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that build weft's layers after loading, and serve SGLang's forward passes.
+"""Hooks that create weft's layers after loading and run them in SGLang's forward passes.
 
 This module imports SGLang only inside functions that SGLang calls.
 """
@@ -15,11 +15,11 @@ import torch
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.plugins.blocks import LOAD_TIMEOUT, Blocks
+from weft.plugins.engine_api import ExpectedAPI
 from weft.plugins.faults import Watch
-from weft.plugins.names import Known
 from weft.plugins.settings import Settings
 from weft.plugins.sglang import elastic, flags, models
-from weft.plugins.sglang.flags import check_server, limits_of
+from weft.plugins.sglang.flags import check_server, compute_limits
 from weft.plugins.sglang.hooks import (
     FORWARD,
     NAME,
@@ -27,27 +27,30 @@ from weft.plugins.sglang.hooks import (
     SRT,
     Hook,
     check_applied,
-    device_of,
-    end_server,
-    resolved,
+    get_model_device,
+    make_end_server,
+    resolve_flags,
 )
 from weft.plugins.sglang.models import (
     FORWARDS,
-    gate_of,
-    served_layers,
-    shared_expert_of,
-    shared_mlp_of,
+    find_weft_layers,
+    get_gate,
+    get_shared_expert,
+    get_shared_mlp,
 )
-from weft.plugins.sglang.weights import check_experts, layer_of
+from weft.plugins.sglang.weights import build_layer, check_experts
 
 _blocks: Blocks | None = None
 
 
 def after_load_model(result: Any, runner: Any) -> None:
-    """After ModelRunner.load_model: build before SGLang measures free memory and captures."""
+    """Create weft's layers after ModelRunner.load_model.
+
+    SGLang measures free memory and captures graphs later.
+    """
     global _blocks
-    layers = served_layers(runner.model)
-    server_args = resolved(runner.server_args)
+    layers = find_weft_layers(runner.model)
+    server_args = resolve_flags(runner.server_args)
     if not layers:
         if server_args.elastic_ep_backend == NAME:
             raise InvalidArgument(
@@ -59,95 +62,100 @@ def after_load_model(result: Any, runner: Any) -> None:
     settings = Settings.read("SGLANG")
     for layer, block in layers:
         check_experts(layer, form=settings.form)
-        for owner, name, what in (
+        for owner, name, label in (
             (block, "is_hash", "token ids"),
-            (gate_of(block), "e_score_correction_bias_vl", "image tokens"),
+            (get_gate(block), "e_score_correction_bias_vl", "image tokens"),
         ):
             if getattr(owner, name, None) not in (None, False):
                 raise InvalidArgument(
-                    f"layer {layer.layer_id} routes by {what}; weft serves routing by logits only"
+                    f"layer {layer.layer_id} routes by {label}; weft supports only logits"
                 )
     with torch.inference_mode(False):  # inference tensors are read-only elsewhere
         if _blocks is None:
-            group = Group.from_torch(_processes(), device=device_of(runner), timeout=LOAD_TIMEOUT)
+            group = Group.from_torch(
+                _get_process_group(), device=get_model_device(runner), timeout=LOAD_TIMEOUT
+            )
             if server_args.elastic_ep_backend is not None:
                 group.require_one_machine(
                     "--elastic-ep-backend weft", fix="leave it out, or start without --nnodes"
                 )
-            _blocks = Blocks(group, limits_of(server_args, settings), settings)
-            end = end_server(os.getppid())
+            _blocks = Blocks(group, compute_limits(server_args, settings), settings)
+            end = make_end_server(os.getppid())
             if server_args.elastic_ep_backend is None:
-                _blocks.watch = Watch(group, end=end)
+                _blocks.watch = Watch(group, end_server=end)
             else:
                 _blocks.watch = Watch(
-                    group, end=end, grace=2 * elastic.RECOVERY_TIMEOUT, recovers=True
+                    group,
+                    end_server=end,
+                    grace_seconds=2 * elastic.RECOVERY_TIMEOUT,
+                    can_recover=True,
                 )
-                elastic.follow(group, runner)
+                elastic.enable_recovery(group, runner)
         for layer, block in layers:
             if settings.form == "dispatcher":
-                layer.dispatcher.all_to_all = _blocks.exchange(layer_of(layer))
+                layer.dispatcher.all_to_all = _blocks.get_exchange(build_layer(layer))
                 continue
-            mlp = shared_mlp_of(block)
+            mlp = get_shared_mlp(block)
             size = 0 if mlp is None else mlp.gate_up_proj.output_size // 2
-            _blocks.add_block(layer_of(layer), shared=shared_expert_of(block), shared_size=size)
-    _blocks.announce(f"{len(layers)} MoE layers of {type(runner.model).__name__}")
+            _blocks.add_block(build_layer(layer), shared=get_shared_expert(block), shared_size=size)
+    _blocks.log_layers(f"{len(layers)} MoE layers of {type(runner.model).__name__}")
 
 
 def close() -> None:
-    """Free what `after_load_model` built. Local and idempotent; also done at process exit."""
+    """Free the memory of `after_load_model`. Local and idempotent; process exit does the same."""
     global _blocks
-    elastic.leave()
+    elastic.disable_recovery()
     if _blocks is not None:
         _blocks.close()
     _blocks = None
 
 
-def _processes() -> Any:
+def _get_process_group() -> Any:
     """Return the CPU process group of the expert-parallel ranks."""
     from sglang.srt.distributed import get_moe_ep_group
 
     return get_moe_ep_group().cpu_group
 
 
-def serve(
+def run_moe_block(
     original: Callable[..., Any],
     block: Any,
     hidden_states: torch.Tensor,
     forward_batch: Any = None,
-    *rest: Any,
+    *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Around a MoE block's forward: SGLang routes, weft runs the rest."""
-    from weft.plugins.sglang.dispatcher import Exchanged, WholeBlock
+    """Run a MoE block with SGLang's routing; wraps the block's forward."""
+    from weft.plugins.sglang.dispatcher import BlockDispatcher, ExchangeDispatcher
 
     dispatcher = block.experts.dispatcher
-    if not isinstance(dispatcher, WholeBlock | Exchanged):
-        return original(block, hidden_states, forward_batch, *rest, **kwargs)
+    if not isinstance(dispatcher, BlockDispatcher | ExchangeDispatcher):
+        return original(block, hidden_states, forward_batch, *args, **kwargs)
     if _blocks is None:
         raise OutOfOrder(
-            f"layer {block.layer_id} runs before weft's hook after ModelRunner.load_model did"
+            f"layer {block.layer_id} runs before weft's hook after ModelRunner.load_model"
         )
     x = hidden_states.view(-1, hidden_states.shape[-1])
     topk, max_tokens = _route(block, x, forward_batch), max_tokens_over_ranks()
-    with _blocks.logged():
-        if isinstance(dispatcher, WholeBlock):
+    with _blocks.log_group_errors():
+        if isinstance(dispatcher, BlockDispatcher):
             out = _blocks.run(block.experts, x, topk.topk_ids, topk.topk_weights, max_tokens)
         else:
             out = _run_experts(block, dispatcher, x, topk, max_tokens)
     return out.view(hidden_states.shape)
 
 
-def forward(
+def run_forward(
     original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around ModelRunner.forward: raise a group error, or continue without dead ranks.
+    """Run a forward pass, then raise a group error or recover; wraps ModelRunner.forward.
 
-    Weights that SGLang updated since the last pass take effect here, also in captured graphs.
+    Weights that SGLang updated since the last pass take effect first, also in captured graphs.
     """
     if _blocks is not None:
         _blocks.reload_all()
-    if _blocks is not None and elastic.is_on():
-        return elastic.forward(
+    if _blocks is not None and elastic.is_enabled():
+        return elastic.run_forward(
             lambda: original(runner, forward_batch, *args, **kwargs), _blocks.check, forward_batch
         )
     result = original(runner, forward_batch, *args, **kwargs)
@@ -157,14 +165,14 @@ def forward(
 
 
 def _route(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
-    """Return SGLang's routing result: physical ids, -1 in padding rows of a graph's batch."""
+    """Run SGLang's router: physical ids, with -1 in the padding rows of a graph's batch."""
     if x.shape[0] == 0:  # SGLang's kernels cannot be launched on empty tensors
         return block.topk.empty_topk_output(x.device, layer_id=block.layer_id)
-    kind = type(block).__name__
-    if kind == "DeepseekV2MoE":
+    block_type = type(block).__name__
+    if block_type == "DeepseekV2MoE":
         logits = block.gate(x, forward_batch=forward_batch)
     else:  # MiniMax-M2's gate is float32
-        logits = gate_of(block)(x.float() if kind == "MiniMaxM2MoE" else x)
+        logits = get_gate(block)(x.float() if block_type == "MiniMaxM2MoE" else x)
     if isinstance(logits, tuple):  # a linear layer also returns its bias
         logits = logits[0]
     if hasattr(block.topk, "routing_inputs"):  # 0.5.23 handles replicas and padding itself
@@ -183,9 +191,9 @@ def _route(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
 
 
 def _num_valid_tokens(forward_batch: Any) -> torch.Tensor | None:
-    """Return the number of rows without padding, or None if SGLang does not keep it current.
+    """Return the number of rows without padding, or None if SGLang does not update it.
 
-    With one rank it is stale: a graph's buffer holds the value of another graph's capture.
+    With one rank it is stale: a graph's buffer has the value of another graph's capture.
     """
     from sglang.srt.model_executor.forward_batch_info import enable_num_token_non_padded
 
@@ -201,22 +209,22 @@ def max_tokens_over_ranks() -> int:
     counts: list[int] | None = get_dp_global_num_tokens()
     if not counts:
         raise OutOfOrder(
-            "SGLang reported no rank's number of tokens in this forward pass, by which weft's "
-            "ranks agree on rounds: report how the server was started"
+            "SGLang did not report the ranks' token counts in this forward pass, which determine "
+            "the number of rounds: report how the server was started"
         )
-    ranks: int = get_parallel().attn_tp_size
-    return -(-max(counts) // ranks)
+    attention_ranks: int = get_parallel().attn_tp_size
+    return -(-max(counts) // attention_ranks)
 
 
 def _run_experts(block: Any, dispatcher: Any, x: torch.Tensor, topk: Any, max_tokens: int) -> Any:
-    """Run the experts with SGLang's runner, in as many rounds as the all-to-all needs."""
+    """Run the experts with SGLang's runner, in rounds of at most the all-to-all's max_tokens."""
     out = torch.empty_like(x)
     step = dispatcher.all_to_all.max_tokens
     for start in range(0, max_tokens, step):  # the same number of rounds on every rank
         part, dispatcher.max_tokens = slice(start, start + step), min(step, max_tokens - start)
         chunk = topk._replace(topk_weights=topk.topk_weights[part], topk_ids=topk.topk_ids[part])
         out[part] = block.experts(x[part], chunk)
-    shared = shared_expert_of(block)
+    shared = get_shared_expert(block)
     if shared is not None and x.shape[0]:
         out += shared(x)
     return out
@@ -225,41 +233,46 @@ def _run_experts(block: Any, dispatcher: Any, x: torch.Tensor, topk: Any, max_to
 HOOKS = (
     *flags.HOOKS,
     *models.HOOKS,
-    *(Hook(name, parameters, function=serve) for name, parameters in FORWARDS.items()),
+    *(Hook(name, parameters, function=run_moe_block) for name, parameters in FORWARDS.items()),
     Hook(RUNNER + "load_model", "self", function=after_load_model, kind="AFTER"),
-    Hook(RUNNER + "forward", FORWARD, function=forward),
+    Hook(RUNNER + "forward", FORWARD, function=run_forward),
     *elastic.HOOKS,
 )
-# Names that the hooks call and read.
+# Functions and classes that the hooks use.
 _TOPK = SRT + "layers.moe.topk."
-_CHOOSE = (
+_FORWARD_CUDA = (
     "self, hidden_states, router_logits, *, num_token_non_padded=, expert_location_dispatch_info="
 )
-KNOWN = (
-    *flags.KNOWN,
-    *models.KNOWN,
-    *elastic.KNOWN,
-    Known(SRT + "distributed.get_moe_ep_group", ""),
-    Known(SRT + "layers.dp_attention.get_dp_global_num_tokens", ""),
-    Known(
+EXPECTED_API = (
+    *flags.EXPECTED_API,
+    *models.EXPECTED_API,
+    *elastic.EXPECTED_API,
+    ExpectedAPI(SRT + "distributed.get_moe_ep_group", ""),
+    ExpectedAPI(SRT + "layers.dp_attention.get_dp_global_num_tokens", ""),
+    ExpectedAPI(
         SRT + "eplb.expert_location_dispatch.ExpertLocationDispatchInfo.init_new",
         {"0.5.17": "cls, layer_id"},
     ),
-    Known(SRT + "model_executor.forward_batch_info.enable_num_token_non_padded", {"0.5.17": ""}),
-    Known(_TOPK + "StandardTopKOutput"),
-    Known(_TOPK + "TopK.empty_topk_output", "self, device, *, layer_id="),
-    Known(
+    ExpectedAPI(
+        SRT + "model_executor.forward_batch_info.enable_num_token_non_padded", {"0.5.17": ""}
+    ),
+    ExpectedAPI(_TOPK + "StandardTopKOutput"),
+    ExpectedAPI(_TOPK + "TopK.empty_topk_output", "self, device, *, layer_id="),
+    ExpectedAPI(
         _TOPK + "TopK.forward_cuda",
-        {"0.5.17": _CHOOSE, "0.5.23": _CHOOSE + ", dynamic_expert_bias=, router_logits_partials="},
+        {
+            "0.5.17": _FORWARD_CUDA,
+            "0.5.23": _FORWARD_CUDA + ", dynamic_expert_bias=, router_logits_partials=",
+        },
     ),
-    Known(_TOPK + "TopK.routing_inputs", {"0.5.23": "self"}),
-    Known(
+    ExpectedAPI(_TOPK + "TopK.routing_inputs", {"0.5.23": "self"}),
+    ExpectedAPI(
         SRT + "layers.moe.moe_runner.base.MoeRunnerConfig",
-        names="activation is_gated apply_router_weight_on_input routed_scaling_factor gemm1_alpha "
-        "gemm1_clamp_limit swiglu_limit gate_up_interleaved",
+        attributes="activation is_gated apply_router_weight_on_input routed_scaling_factor "
+        "gemm1_alpha gemm1_clamp_limit swiglu_limit gate_up_interleaved",
     ),
-    Known(SRT + "plugins.hook_registry.HookRegistry._patched"),
-    Known(
+    ExpectedAPI(SRT + "plugins.hook_registry.HookRegistry._patched"),
+    ExpectedAPI(
         SRT + "plugins.hook_registry.HookRegistry.register",
         "cls, target, hook, hook_type=, *, source=",
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hook table entries for SGLang, and helpers that the hooks share."""
+"""Class of the hooks for SGLang, and functions that the hooks share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from weft.errors import SetupError
-from weft.plugins.names import Engine, Known
+from weft.plugins.engine_api import Engine, ExpectedAPI
 
 SGLANG = Engine("SGLang", ("sglang",), ("0.5.23", "0.5.17"))
 Kind = Literal["AROUND", "AFTER"]  # names of SGLang's HookType
@@ -26,7 +26,7 @@ FORWARD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Hook(Known):
+class Hook(ExpectedAPI):
     """A hook on a function or method of SGLang.
 
     Attributes:
@@ -43,7 +43,7 @@ def install(hooks: Iterable[Hook]) -> None:
     """Register the hooks with SGLang, which applies them once all plug-ins have registered."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in SGLANG.entries_of_installed(hooks):
+    for hook in SGLANG.select_entries(hooks):
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
 
 
@@ -52,29 +52,27 @@ def check_applied(hooks: Iterable[Hook]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     patched = HookRegistry._patched
-    missing = [
-        hook.target for hook in SGLANG.entries_of_installed(hooks) if hook.target not in patched
-    ]
+    missing = [hook.target for hook in SGLANG.select_entries(hooks) if hook.target not in patched]
     if missing:
         raise SetupError(
-            f"SGLang did not apply weft's hooks on {', '.join(missing)}: its log says why, above"
+            f"SGLang did not apply weft's hooks on {', '.join(missing)}: see its log above"
         )
 
 
-def device_of(runner: Any) -> torch.device:
+def get_model_device(runner: Any) -> torch.device:
     """Return the device of a ModelRunner's model."""
     return torch.device("cuda", runner.gpu_id) if runner.device == "cuda" else torch.device("cpu")
 
 
-def resolved(server_args: Any) -> Any:
-    """Return the resolved flags; in 0.5.23, server_args keeps them as the user passed them."""
+def resolve_flags(server_args: Any) -> Any:
+    """Return the resolved flags. In 0.5.23, server_args has the flags as the user passed them."""
     from sglang.srt.arg_groups.overrides import resolved_view
 
     return resolved_view(server_args)
 
 
-def end_server(parent: int) -> Callable[[], None]:
-    """Return a function that ends a server as SGLang's schedulers do: SIGQUIT to the parent."""
+def make_end_server(parent: int) -> Callable[[], None]:
+    """Return a function that ends the server as SGLang does: by SIGQUIT to the parent process."""
 
     def end() -> None:
         if os.getppid() == parent:

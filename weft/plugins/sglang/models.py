@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoE blocks of SGLang's models that weft serves: their construction and parts."""
+"""MoE blocks of SGLang's models: their construction and parts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument
-from weft.plugins.names import Known, Parameters
+from weft.plugins.engine_api import ExpectedAPI, Parameters
 from weft.plugins.settings import Settings
-from weft.plugins.sglang.flags import is_on
+from weft.plugins.sglang.flags import is_weft_backend
 from weft.plugins.sglang.hooks import SRT, Hook
 
 _BLOCK = "self, hidden_states, forward_batch="
@@ -36,22 +36,26 @@ FORWARDS: dict[str, Parameters] = {
 }
 
 
-def make_dispatcher(
+def create_dispatcher(
     original: Callable[..., Any], moe_runner_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around create_moe_dispatcher: install weft's dispatcher, which marks the layer as weft's."""
-    if not is_on():
+    """Create weft's dispatcher, which marks the layer as weft's; wraps create_moe_dispatcher."""
+    if not is_weft_backend():
         return original(moe_runner_config, *args, **kwargs)
     from weft.plugins.sglang import dispatcher
 
     block = Settings.read("SGLANG").form == "block"
-    kind = dispatcher.WholeBlock if block else dispatcher.Exchanged
-    return kind(moe_runner_config.layer_id)
+    dispatcher_class = dispatcher.BlockDispatcher if block else dispatcher.ExchangeDispatcher
+    return dispatcher_class(moe_runner_config.layer_id)
 
 
-def whole_shared_expert(original: Callable[..., Any], mlp: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the MLP's constructor: keep the shared expert whole on each rank."""
-    if is_on() and str(kwargs.get("prefix", "")).endswith(("shared_experts", "shared_expert")):
+def replicate_shared_expert(
+    original: Callable[..., Any], mlp: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Replicate the shared expert on every rank; wraps the constructor of the MLP."""
+    if is_weft_backend() and str(kwargs.get("prefix", "")).endswith(
+        ("shared_experts", "shared_expert")
+    ):
         if "parallel_group" in inspect.signature(original).parameters:  # 0.5.23
             kwargs["parallel_group"] = "replicated"
         else:
@@ -59,51 +63,53 @@ def whole_shared_expert(original: Callable[..., Any], mlp: Any, *args: Any, **kw
     return original(mlp, *args, **kwargs)
 
 
-def keep_mxfp4(original: Callable[..., Any], method: Any, layer: Any) -> Any:
-    """Around the conversion of MXFP4 weights for SGLang's kernels: keep the checkpoint's layout."""
-    from weft.plugins.sglang.dispatcher import WholeBlock
+def keep_mxfp4_layout(original: Callable[..., Any], method: Any, layer: Any) -> Any:
+    """Keep the checkpoint's layout of MXFP4 weights; wraps the conversion for SGLang's kernels."""
+    from weft.plugins.sglang.dispatcher import BlockDispatcher
 
-    if isinstance(getattr(layer, "dispatcher", None), WholeBlock):
+    if isinstance(getattr(layer, "dispatcher", None), BlockDispatcher):
         return None
     return original(method, layer)
 
 
-def served_layers(model: Any) -> list[tuple[Any, Any]]:
+def find_weft_layers(model: Any) -> list[tuple[Any, Any]]:
     """Return weft's layers of experts, each with the block that calls it.
 
-    Raises InvalidArgument for a block that weft does not serve.
+    Raises InvalidArgument for a block that weft does not support.
     """
-    from weft.plugins.sglang.dispatcher import Exchanged, WholeBlock
+    from weft.plugins.sglang.dispatcher import BlockDispatcher, ExchangeDispatcher
 
     forwards = [pkgutil.resolve_name(name) for name in FORWARDS]
     layers = []
     for block in model.modules():
         for layer in block.children():
-            if not isinstance(getattr(layer, "dispatcher", None), WholeBlock | Exchanged):
+            if not isinstance(
+                getattr(layer, "dispatcher", None), BlockDispatcher | ExchangeDispatcher
+            ):
                 continue
             if type(block).forward not in forwards:
-                served = ", ".join(name.rsplit(".", 2)[1] for name in FORWARDS)
+                supported = ", ".join(name.rsplit(".", 2)[1] for name in FORWARDS)
                 raise InvalidArgument(
                     f"{type(block).__name__} of {type(model).__name__} is not among the MoE blocks "
-                    f"that weft serves: {served}; take another --moe-a2a-backend"
+                    f"that weft supports: {supported}; pass another --moe-a2a-backend"
                 )
             layers.append((layer, block))
     return layers
 
 
-def gate_of(block: Any) -> Any:
+def get_gate(block: Any) -> Any:
     """Return the module that computes a block's router logits."""
     return block.router if type(block).__name__ == "GptOssSparseMoeBlock" else block.gate
 
 
-def shared_mlp_of(block: Any) -> Any:
+def get_shared_mlp(block: Any) -> Any:
     """Return a block's shared-expert MLP, or None."""
     return getattr(block, "shared_experts", getattr(block, "shared_expert", None))
 
 
-def shared_expert_of(block: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def get_shared_expert(block: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return a block's shared expert, including its gate if it has one, or None."""
-    mlp = shared_mlp_of(block)
+    mlp = get_shared_mlp(block)
     return getattr(block, "_forward_shared_experts", mlp) if mlp is not None else None
 
 
@@ -113,14 +119,16 @@ HOOKS = (
     Hook(
         SRT + "layers.moe.fused_moe_triton.layer.create_moe_dispatcher",
         {"0.5.17": "moe_runner_config", "0.5.23": "moe_runner_config, quant_method"},
-        function=make_dispatcher,
+        function=create_dispatcher,
     ),
-    Hook(SRT + "models.glm4_moe.Glm4MoeMLP.__init__", _PLAIN_MLP, function=whole_shared_expert),
-    Hook(SRT + "models.qwen2_moe.Qwen2MoeMLP.__init__", _PLAIN_MLP, function=whole_shared_expert),
+    Hook(SRT + "models.glm4_moe.Glm4MoeMLP.__init__", _PLAIN_MLP, function=replicate_shared_expert),
+    Hook(
+        SRT + "models.qwen2_moe.Qwen2MoeMLP.__init__", _PLAIN_MLP, function=replicate_shared_expert
+    ),
     Hook(
         SRT + "layers.quantization.mxfp4.Mxfp4MoEMethod.process_weights_after_loading",
         "self, layer",
-        function=keep_mxfp4,
+        function=keep_mxfp4_layout,
     ),
     Hook(
         SRT + "models.deepseek_v2.DeepseekV2MLP.__init__",
@@ -128,46 +136,48 @@ HOOKS = (
             "0.5.17": _MLP + ", tp_rank=, tp_size=, swiglu_limit=",
             "0.5.23": _MLP + ", swiglu_limit=, allow_fused_down=, *, parallel_group=",
         },
-        function=whole_shared_expert,
+        function=replicate_shared_expert,
     ),
 )
-# Names that the hooks call and read.
+# Functions and classes that the hooks use.
 _PARTS, _SHARED = "experts gate topk layer_id", " shared_experts"
 _DISPATCHER = SRT + "layers.moe.token_dispatcher."
-KNOWN = (
-    Known(_DISPATCHER + "base.BaseDispatcher.__init__", "self"),
-    Known(_DISPATCHER + "base.BaseDispatcher.dispatch", "self, hidden_states, topk_output"),
-    Known(_DISPATCHER + "base.BaseDispatcher.combine", "self, combine_input"),
-    Known(_DISPATCHER + "standard.StandardDispatchOutput"),
-    Known(_DISPATCHER + "standard.StandardCombineInput"),
-    Known(
+EXPECTED_API = (
+    ExpectedAPI(_DISPATCHER + "base.BaseDispatcher.__init__", "self"),
+    ExpectedAPI(_DISPATCHER + "base.BaseDispatcher.dispatch", "self, hidden_states, topk_output"),
+    ExpectedAPI(_DISPATCHER + "base.BaseDispatcher.combine", "self, combine_input"),
+    ExpectedAPI(_DISPATCHER + "standard.StandardDispatchOutput"),
+    ExpectedAPI(_DISPATCHER + "standard.StandardCombineInput"),
+    ExpectedAPI(
         SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl",
         "self, hidden_states, topk_output, pre_quant_input=",
     ),
-    Known(
+    ExpectedAPI(
         SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.__init__",
-        names="layer_id num_experts num_local_experts top_k hidden_size params_dtype with_bias "
-        "intermediate_size_per_partition moe_ep_size moe_ep_rank moe_tp_size dispatcher "
+        attributes="layer_id num_experts num_local_experts top_k hidden_size params_dtype "
+        "with_bias intermediate_size_per_partition moe_ep_size moe_ep_rank moe_tp_size dispatcher "
         "num_fused_shared_experts moe_runner_config quant_method "
         "should_fuse_routed_scaling_factor_in_topk",
     ),
-    Known(SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", names=_PARTS),
-    Known(
+    ExpectedAPI(SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", attributes=_PARTS),
+    ExpectedAPI(
         SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock.__init__",
-        names=_PARTS + " shared_expert shared_expert_gate",
+        attributes=_PARTS + " shared_expert shared_expert_gate",
     ),
-    Known(
+    ExpectedAPI(
         SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock._forward_shared_experts",
         "self, hidden_states, apply_gate=",
     ),
-    Known(SRT + "models.minimax_m2.MiniMaxM2MoE.__init__", names=_PARTS),
-    Known(
+    ExpectedAPI(SRT + "models.minimax_m2.MiniMaxM2MoE.__init__", attributes=_PARTS),
+    ExpectedAPI(
         SRT + "models.gpt_oss.GptOssSparseMoeBlock.__init__",
-        names="experts router topk layer_id",
+        attributes="experts router topk layer_id",
     ),
-    Known(SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.__init__", names=_PARTS + _SHARED),
-    Known(
+    ExpectedAPI(
+        SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.__init__", attributes=_PARTS + _SHARED
+    ),
+    ExpectedAPI(
         SRT + "models.deepseek_v2.DeepseekV2MoE.__init__",
-        names=_PARTS + _SHARED + " is_nextn is_hash",
+        attributes=_PARTS + _SHARED + " is_nextn is_hash",
     ),
 )

@@ -15,24 +15,24 @@ import importlib
 
 from weft.arguments import check_int, check_seconds
 from weft.errors import SetupError
-from weft.plugins.names import Known, list_differences
-from weft.plugins.transformers.exchange import open_exchanges
+from weft.plugins.engine_api import ExpectedAPI, list_differences
+from weft.plugins.transformers.exchange import list_exchanges
 
 __all__ = ["check", "close", "register"]
 
 _OLDEST = "5.23"
 _MODULE = "transformers.distributed.expert_parallel"
-KNOWN = (
-    Known(
+EXPECTED_API = (
+    ExpectedAPI(
         _MODULE + ".EPImplementation.__init__",
         "self, experts, ep_mesh, tp_mesh",
-        names="experts_forward num_local_experts ep_mesh tp_mesh shares_batch",
+        attributes="experts_forward num_local_experts ep_mesh tp_mesh shares_batch",
     ),
-    Known(
+    ExpectedAPI(
         _MODULE + ".EPImplementation.__call__",
         "self, hidden_states, top_k_index, top_k_weights",
     ),
-    Known(_MODULE + ".EPImplementationInterface.register", "cls, key, value"),
+    ExpectedAPI(_MODULE + ".EPImplementationInterface.register", "cls, key, value"),
 )
 
 
@@ -43,8 +43,8 @@ def register(*, max_tokens: int = 1024, timeout: float = 120.0) -> None:
     loading a model creates one `weft.Group`, and its first forward pass the operators.
 
     Args:
-        max_tokens: Rows per rank in one round. A larger batch takes several rounds, the same number
-            on every rank. Memory per rank: at most 2 * ranks * max_tokens rows of the model.
+        max_tokens: Rows per rank in one round. A larger batch runs in several rounds, the same
+            number on every rank. Memory per rank: at most 2 * ranks * max_tokens rows of the model.
         timeout: Seconds that a layer waits for a late peer before it raises PeerTimeout. A peer
             that died or raised is detected at once.
 
@@ -66,12 +66,12 @@ def register(*, max_tokens: int = 1024, timeout: float = 120.0) -> None:
 
 
 def check() -> None:
-    """Raise the error that the layers' kernels recorded: a broken group or refused input.
+    """Raise the error that the layers' kernels recorded: a broken group or invalid input.
 
     Every layer checks this when it is called. On GPUs a call returns before its kernel has run, so
     synchronize and call this function after the last forward pass.
     """
-    for exchange in open_exchanges():
+    for exchange in list_exchanges():
         exchange.check()
 
 
@@ -81,7 +81,7 @@ def close() -> None:
     Local and idempotent. A model also frees its own when Python collects it, and a process that
     exits frees everything. Layers of a closed model raise OutOfOrder.
     """
-    for exchange in open_exchanges():
+    for exchange in list_exchanges():
         exchange.close()
 
 
@@ -94,11 +94,11 @@ def _check_interface() -> None:
         raise SetupError(f"transformers cannot be imported: {error}; {fix}") from error
     try:
         importlib.import_module(_MODULE)
-        wrong = list(list_differences(KNOWN, _OLDEST))
+        differences = list(list_differences(EXPECTED_API, _OLDEST))
     except ImportError as error:  # more specific than the list of missing names
-        wrong = [str(error)]
-    if wrong:
+        differences = [str(error)]
+    if differences:
         raise SetupError(
             f"transformers {version} lacks the expert-parallel interface that weft needs, added in "
-            f"{_OLDEST}: {'; '.join(wrong)}; {fix}, or use a newer weft"
+            f"{_OLDEST}: {'; '.join(differences)}; {fix}, or use a newer weft"
         )

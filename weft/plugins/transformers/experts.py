@@ -12,15 +12,15 @@ from weft.allreduce.operator import AllReduce
 from weft.alltoall.operator import AllToAll
 from weft.errors import InvalidArgument
 from weft.group.torch_groups import all_gather
-from weft.plugins.transformers.exchange import exchange_of
+from weft.plugins.transformers.exchange import get_exchange
 
 
 class ExpertParallel(EPImplementation):  # type: ignore[misc]  # transformers is not type-checked
-    """Moves the tokens of one experts module by weft; the module's own forward computes them.
+    """Expert parallelism of one experts module; the module's own forward computes the experts.
 
-    Ranks that share one batch each run their own experts, and `AllReduce` adds the results. Ranks
-    with batches of their own exchange rows by `AllToAll`; in a tensor-parallel replica of several
-    ranks, each sends a slice of the batch, and an all-gather joins the results.
+    If all ranks have the same batch, each runs its own experts, and `AllReduce` sums the results.
+    Otherwise ranks exchange rows with `AllToAll`; in a tensor-parallel replica of several ranks,
+    each sends a slice of the batch, and an all-gather concatenates the results.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]  # transformers is
         timeout: float,
     ) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        self._exchange = exchange_of(ep_mesh, max_tokens, timeout)
-        self._first_layer = self._exchange.join()
+        self._exchange = get_exchange(ep_mesh, max_tokens, timeout)
+        self._first_layer = self._exchange.register_layer()
         self._rank, self._num_experts = (
             ep_mesh.get_local_rank(),
             self.num_local_experts * ep_mesh.size(),
@@ -63,72 +63,77 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]  # transformers is
             out = self._run(*inputs)
             self._exchange.check()
         except BaseException as error:
-            self._exchange.leave(error)
+            self._exchange.close_with_error(error)
             raise
         return out
 
     def _run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self.shares_batch:
-            return self._run_and_reduce(x, ids, weights)
+            return self._run_all_reduce(x, ids, weights)
         if self._slices == 1:
-            return self._run_exchanged(x.contiguous(), ids.contiguous(), weights)
+            return self._run_all_to_all(x.contiguous(), ids.contiguous(), weights)
         size = -(-len(x) // self._slices)
-        part = slice(self._slice * size, (self._slice + 1) * size)
-        sums = self._run_exchanged(x[part].contiguous(), ids[part].contiguous(), weights[part])
-        padded, joined = x.new_zeros(size, x.shape[1]), x.new_empty(size * self._slices, x.shape[1])
+        chunk = slice(self._slice * size, (self._slice + 1) * size)
+        sums = self._run_all_to_all(x[chunk].contiguous(), ids[chunk].contiguous(), weights[chunk])
+        padded = x.new_zeros(size, x.shape[1])
+        gathered = x.new_empty(size * self._slices, x.shape[1])
         padded[: len(sums)] = sums
-        all_gather(joined, padded, group=self.tp_mesh.get_group())
-        return joined[: len(x)]
+        all_gather(gathered, padded, group=self.tp_mesh.get_group())
+        return gathered[: len(x)]
 
-    def _run_and_reduce(
+    def _run_all_reduce(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Run a batch that all ranks share: each rank runs its own experts, then all-reduce."""
-        reduce = self._exchange.operator(AllReduce, hidden=x.shape[1], dtype=x.dtype)
+        """Run this rank's experts on a batch that all ranks have, and all-reduce the results."""
+        reduce = self._exchange.get_operator(AllReduce, hidden=x.shape[1], dtype=x.dtype)
         local = ids - self._rank * self.num_local_experts
         local = local.masked_fill((local < 0) | (local >= self.num_local_experts), -1)
-        sums = self._sums(x, local, weights)
+        sums = self._compute_local_sums(x, local, weights)
         for start in range(0, len(sums), reduce.max_tokens):
-            part = sums[start : start + reduce.max_tokens]
-            reduce.fused(part, out=part)
+            chunk = sums[start : start + reduce.max_tokens]
+            reduce.fused(chunk, out=chunk)
         return sums
 
-    def _run_exchanged(
+    def _run_all_to_all(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Run this rank's own batch by all-to-all, in as many rounds as the largest batch needs."""
+        """Run this rank's batch with an all-to-all, in rounds if a rank's batch is large."""
         exchange, (tokens, hidden) = self._exchange, x.shape
         if self._first_layer:
-            exchange.agree(tokens)
-        if tokens > exchange.most:
+            exchange.agree_on_rounds(tokens)
+        if tokens > exchange.max_tokens_over_ranks:
             raise InvalidArgument(
                 f"this layer got {tokens} rows, but the model's first MoE layer had at most "
-                f"{exchange.most} on any rank: no layer of a forward pass may have more rows"
+                f"{exchange.max_tokens_over_ranks} on any rank: no later layer of a forward "
+                "pass may have more rows"
             )
         out, sent_weights = torch.empty_like(x), weights.float().contiguous()
-        if exchange.most == 0:
+        if exchange.max_tokens_over_ranks == 0:
             return out
-        a2a = exchange.operator(
+        a2a = exchange.get_operator(
             AllToAll,
             top_k=ids.shape[1],
             num_experts=self._num_experts,
             hidden=hidden,
             dtype=x.dtype,
         )
-        for start in range(0, exchange.most, a2a.max_tokens):
-            rows = min(exchange.most - start, a2a.max_tokens)  # the same on all ranks
-            part = slice(start, start + rows)
-            received = a2a.dispatch(x[part], ids[part], sent_weights[part], rows=rows)
+        for start in range(0, exchange.max_tokens_over_ranks, a2a.max_tokens):
+            # The same number on all ranks.
+            rows = min(exchange.max_tokens_over_ranks - start, a2a.max_tokens)
+            chunk = slice(start, start + rows)
+            received = a2a.dispatch(x[chunk], ids[chunk], sent_weights[chunk], rows=rows)
             tensors = (received.x, received.ids, received.weights)
-            slots, local, scale = (each.flatten(0, 1) for each in tensors)
-            sums = self._sums(slots, local, scale.to(weights.dtype))
-            a2a.combine(sums.view(-1, rows, hidden), out=out[part])
+            recv_x, local, scale = (tensor.flatten(0, 1) for tensor in tensors)
+            sums = self._compute_local_sums(recv_x, local, scale.to(weights.dtype))
+            a2a.combine(sums.view(-1, rows, hidden), out=out[chunk])
         return out
 
-    def _sums(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return this rank's weighted sums `[rows, hidden]`, computed by the module's own forward.
+    def _compute_local_sums(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sums of this rank's experts, `[rows, hidden]`.
 
-        `ids` `[rows, top_k]` are local, -1 for none. Rows without any id may contain anything.
+        `ids` `[rows, top_k]` are local, -1 for none. Rows without any id are undefined in `x`.
         """
         if x.is_cuda or torch.compiler.is_dynamo_compiling():
             # The host does not know which ids are -1, so every row is passed. The module skips an
@@ -137,10 +142,10 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]  # transformers is
             local = ids.masked_fill(unused, self.num_local_experts).long()
             sums: torch.Tensor = self.experts_forward(x, local, weights.masked_fill(unused, 0.0))
             return sums.contiguous()
-        # One row per choice, so that no rows are gathered or gated for experts of other ranks.
-        row, choice = (ids >= 0).nonzero(as_tuple=True)
+        # One row per local expert of a token, so that experts of other ranks cost nothing.
+        row, place = (ids >= 0).nonzero(as_tuple=True)
         sums = x.new_zeros(x.shape, dtype=torch.float32)
         if len(row):
-            local, scale = ids[row, choice, None].long(), weights[row, choice, None]
+            local, scale = ids[row, place, None].long(), weights[row, place, None]
             sums.index_add_(0, row, self.experts_forward(x[row], local, scale).float())
         return sums.to(x.dtype)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused all-reduce, residual and RMSNorm of vLLM's tensor parallelism, by weft.
+"""Fused all-reduce, residual and RMSNorm for vLLM's tensor parallelism.
 
-Two modules of vLLM call FlashInfer's functions through an attribute, which is replaced by
-`weft.compat.flashinfer`. Other kernels still run what vLLM's Inductor pass does not fuse.
+Two modules of vLLM call FlashInfer's functions through an attribute. `register` replaces it by
+`weft.compat.flashinfer`. vLLM still runs all-reduces that its Inductor pass does not fuse.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import importlib
 
 from weft.errors import SetupError
-from weft.plugins.names import Known
+from weft.plugins.engine_api import ExpectedAPI
 from weft.plugins.vllm.engine import VLLM
 
-HOLDERS = (
+MODULES = (
     "vllm.compilation.passes.fusion.allreduce_rms_fusion",
     "vllm.distributed.device_communicators.flashinfer_all_reduce",
 )
@@ -21,21 +21,24 @@ ATTRIBUTE = "flashinfer_comm"
 
 
 def register() -> None:
-    """Set both attributes. Raises SetupError if vLLM is not supported or found no FlashInfer."""
-    VLLM.check(KNOWN)
+    """Set both attributes. Raises SetupError if vLLM is not supported or lacks FlashInfer."""
+    VLLM.check(EXPECTED_API)
     from weft.compat import flashinfer
 
-    holders = [importlib.import_module(name) for name in HOLDERS]
-    for module in holders:
+    modules = [importlib.import_module(name) for name in MODULES]
+    for module in modules:
         if getattr(module, ATTRIBUTE, None) is None:
             raise SetupError(
-                f"WEFT_VLLM_ALLREDUCE=1 replaces FlashInfer, and {module.__name__} found none that "
-                "it can import: vLLM defines its fused operator only with FlashInfer, so install "
+                f"WEFT_VLLM_ALLREDUCE=1 replaces FlashInfer, but {module.__name__} could not "
+                "import it: vLLM defines its fused operator only with FlashInfer, so install "
                 "the flashinfer-python version that vLLM requires"
             )
-    for module in holders:
+    for module in modules:
         setattr(module, ATTRIBUTE, flashinfer)
 
 
-# The second module has the attribute only if it found FlashInfer.
-KNOWN = (Known(f"{HOLDERS[0]}.{ATTRIBUTE}"), Known(f"{HOLDERS[1]}.fi_ar_available"))
+# The second module has the attribute only if it imported FlashInfer.
+EXPECTED_API = (
+    ExpectedAPI(f"{MODULES[0]}.{ATTRIBUTE}"),
+    ExpectedAPI(f"{MODULES[1]}.fi_ar_available"),
+)

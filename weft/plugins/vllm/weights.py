@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion and checks of vLLM's layers of routed experts, and checks of server flags."""
+"""Description and checks of vLLM's layers of routed experts, and checks of server flags."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from weft.errors import InvalidArgument
 from weft.moe import CLAMPED_SWIGLU, Gating
-from weft.plugins.weights import Layer, layer_error
+from weft.plugins.weights import Layer, build_layer_error
 
-EXCHANGE = "use WEFT_VLLM=exchange, where vLLM's own experts multiply"
+EXCHANGE_FIX = "use WEFT_VLLM=exchange, where vLLM computes the experts"
 
 
-def layer_of(experts: Any) -> Layer:
-    """Describe a RoutedExperts layer. Its expert ids are physical (EPLB).
+def build_layer(experts: Any) -> Layer:
+    """Build the Layer of a RoutedExperts layer. Its expert ids are physical (EPLB).
 
     vLLM itself scales the routed experts' sum.
     """
@@ -24,21 +24,21 @@ def layer_of(experts: Any) -> Layer:
         experts,
         experts.layer_name,
         num_experts=experts.global_num_experts,
-        local=experts.local_num_experts,
-        rank=parallel.ep_rank,
-        ranks=parallel.ep_size,
+        num_local_experts=experts.local_num_experts,
+        ep_rank=parallel.ep_rank,
+        ep_size=parallel.ep_size,
         top_k=experts.top_k,
         hidden=experts.hidden_size,
         intermediate=experts.intermediate_size_per_partition,
         dtype=config.in_dtype,
-        gating=gating_of(experts),
+        gating=read_gating(experts),
         interleaved=experts.activation.value == "swigluoai",
         bias="bias" if config.has_bias else "",
     )
 
 
-def gating_of(experts: Any) -> Gating:
-    """Return the activation. Raises InvalidArgument for one that weft lacks."""
+def read_gating(experts: Any) -> Gating:
+    """Return the activation. Raises InvalidArgument if weft does not support it."""
     name, limit = experts.activation.value, experts.swiglu_limit
     if experts.moe_config.is_act_and_mul:
         if name == "swigluoai":  # its limit, alpha and beta are constants in vLLM
@@ -49,26 +49,26 @@ def gating_of(experts: Any) -> Gating:
             return Gating(limit=limit)
     numbers = (limit, experts.swiglu_alpha, experts.swiglu_beta)
     raise InvalidArgument(
-        f"activation is {name!r} with limit, alpha and beta {numbers}; weft serves gated 'silu', "
-        "also with a limit, 'swigluoai', and 'swigluoai_uninterleave' with limit and alpha"
+        f"activation is {name!r} with limit, alpha and beta {numbers}; weft supports gated 'silu' "
+        "with or without limit, 'swigluoai', and 'swigluoai_uninterleave' with limit and alpha"
     )
 
 
 def check_server(config: Any, parallel: Any, *, cpu: bool) -> None:
-    """Raise InvalidArgument listing each flag that weft does not support.
+    """Raise InvalidArgument with all server flags that weft does not support.
 
     Args:
         config: vLLM's VllmConfig.
         parallel: A layer's FusedMoEParallelConfig.
         cpu: Whether ranks run on CPUs.
     """
-    wrong = list(_check_flags(config)) + list(_check_ranks(parallel))
+    unsupported = list(_check_flags(config)) + list(_check_ranks(parallel))
     if cpu and not config.model_config.enforce_eager:
-        wrong.append(
-            "on CPU ranks vLLM compiles the inside of its layers of experts: add --enforce-eager"
+        unsupported.append("on CPU ranks vLLM compiles its layers of experts: add --enforce-eager")
+    if unsupported:
+        raise InvalidArgument(
+            f"weft does not support vLLM with these flags: {'; '.join(unsupported)}"
         )
-    if wrong:
-        raise InvalidArgument(f"weft cannot serve vLLM as it was started: {'; '.join(wrong)}")
 
 
 def _check_flags(config: Any) -> Iterator[str]:
@@ -76,11 +76,11 @@ def _check_flags(config: Any) -> Iterator[str]:
     if parallel.all2all_backend != default:
         yield (
             f"--all2all-backend is {parallel.all2all_backend}, but weft replaces the default, "
-            f"{default}: leave it out"
+            f"{default}: remove the flag"
         )
     if parallel.expert_placement_strategy != "linear":
         yield (
-            f"--expert-placement-strategy is {parallel.expert_placement_strategy}; weft serves "
+            f"--expert-placement-strategy is {parallel.expert_placement_strategy}; weft supports "
             "linear"
         )
     for flag, on in {
@@ -91,11 +91,11 @@ def _check_flags(config: Any) -> Iterator[str]:
         "--enable-sleep-mode": config.model_config.enable_sleep_mode,
     }.items():
         if on:
-            yield f"{flag} is not served: leave it out"
+            yield f"{flag} is not supported: remove it"
 
 
 def _check_ranks(parallel: Any) -> Iterator[str]:
-    """Yield what is wrong if ranks lack tokens of their own or whole experts."""
+    """Yield why ranks do not have separate tokens or whole experts, if they do not."""
     if parallel.tp_size * parallel.dp_size * parallel.ep_size == 1:
         return
     if not parallel.use_ep:
@@ -108,18 +108,18 @@ def _check_ranks(parallel: Any) -> Iterator[str]:
     elif parallel.ep_size != parallel.dp_size and not parallel.is_sequence_parallel:
         yield (
             "this model has the same tokens on all tensor-parallel ranks of a data-parallel rank: "
-            "leave out --tensor-parallel-size"
+            "remove --tensor-parallel-size"
         )
 
 
 def check_arithmetic(experts: Any) -> None:
-    """Raise InvalidArgument for an unsupported activation; tensors are checked after loading."""
-    wrong = []
+    """Raise InvalidArgument for an unsupported activation. `check_weights` checks the tensors."""
+    unsupported = []
     try:
-        gating_of(experts)
+        read_gating(experts)
     except InvalidArgument as error:
-        wrong.append(str(error))
+        unsupported.append(str(error))
     if experts.apply_router_weight_on_input:
-        wrong.append("apply_router_weight_on_input is True, served is False")
-    if wrong:
-        raise layer_error(experts.layer_name, "block", *wrong, EXCHANGE)
+        unsupported.append("apply_router_weight_on_input is True; weft supports False")
+    if unsupported:
+        raise build_layer_error(experts.layer_name, "block", *unsupported, EXCHANGE_FIX)
