@@ -29,7 +29,7 @@ _TEXT_LIMIT = 4000  # characters of an error's text in a vote
 
 
 class Closable(Protocol):
-    """A heap, as far as a creation needs it."""
+    """Interface of a heap to a creation."""
 
     @property
     def closed(self) -> bool: ...

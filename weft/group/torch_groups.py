@@ -173,7 +173,7 @@ def _parse_message(rank: int, op: str, row: bytes) -> dict[str, Any]:
 
 
 class GatherLog:
-    """Record, in the store, of the gathers that the ranks of a process group have entered.
+    """Log of the gathers that each rank of a process group has entered, in the group's store.
 
     torch.distributed does not report which ranks a collective waits for.
     """
