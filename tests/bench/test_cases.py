@@ -116,7 +116,7 @@ def test_unsupported_sizes_of_a_variant_are_omitted(threads):
     assert text.startswith("oneshot, 600 tokens: ")
     nothing = run(replace(few, tokens=(600,), backends=("oneshot",)), quiet=True)
     assert nothing.error == nothing.skipped[0], "a run of which nothing is left fails"
-    with pytest.raises(RankFailed, match="nothing to overlap"):
+    with pytest.raises(RankFailed, match="without a shared expert"):
         run(replace(LAYER, shared=False, overlaps=("shared_expert",)), quiet=True)
 
 
