@@ -320,7 +320,7 @@ def by_hand(group: weft.Group, overlap: str) -> None:
         x, logits = case.inputs_of(group.rank, group.device)
         expected, (ids, weights) = layer(x, logits), layer.route(logits)
         rows = exchange.dispatch(x, ids)
-        with pytest.raises(OutOfOrder, match="within a round of layer.exchange"):
+        with pytest.raises(OutOfOrder, match="during a round of layer.exchange"):
             layer(x, logits)
         layer.check()  # peers were not told to leave
         y = layer.experts(rows)
@@ -331,7 +331,7 @@ def by_hand(group: weft.Group, overlap: str) -> None:
             with pytest.raises(InvalidArgument, match="has no buffer for results"):
                 experts.run_down(layer._weights)
             assert experts.buffers[-1].numel() == 0
-            with pytest.raises(InvalidArgument, match="rows are stored at their owners"):
+            with pytest.raises(InvalidArgument, match="stores them at their owners"):
                 exchange.combine(torch.empty(rows.x.shape).to(x), ids, weights, rows.handle)
         out = exchange.combine(y, ids, weights, rows.handle, add=shared(x))
         assert torch.equal(bits(out), bits(expected))

@@ -34,7 +34,7 @@ def spoiled(group: weft.Group, how: str) -> dict[str, int]:
         if how == "another shared expert":
             other._shared = Expert.seeded(CONFIG, 98, shared=True)
         elif how == "a product that stores nothing":
-            vars(other.workspace.experts)["push"] = lambda weights: None
+            vars(other.workspace.experts)["run_push"] = lambda weights: None
         else:
             for layer in (layers.plain, other):
                 layer._shared = lambda x: torch.full_like(x, torch.nan)
