@@ -155,7 +155,7 @@ def _create_shared(
 
 
 def _is_open(operator: Leasable) -> bool:
-    """Whether the memory is open; that of an MoE layer is open while it has siblings."""
+    """Whether the memory is open. Other layers may share the memory of a closed MoE layer."""
     try:
         (operator.exchange if isinstance(operator, MoE) else operator).check_open()
     except OutOfOrder:

@@ -163,7 +163,7 @@ class GroupRecovery:
     def _connect_newcomers(
         self, meeting: Meeting, dead: frozenset[int], timeout: float
     ) -> Membership:
-        """Connect to the other survivors and to new processes for `dead`."""
+        """Connect to the other survivors and to the processes that replace the ranks in `dead`."""
         membership, messages = self._require_membership(), self._messages
         with Peers() as peers:
             for rank in messages.living:

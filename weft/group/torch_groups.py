@@ -172,7 +172,7 @@ def _parse_message(rank: int, op: str, row: bytes) -> dict[str, Any]:
     return message
 
 
-class GatherLog:
+class Entries:
     """Log of the gathers that each rank of a process group has entered, in the group's store.
 
     torch.distributed does not report which ranks a collective waits for.
@@ -209,7 +209,7 @@ class GatherLog:
         return f"weft/entered/{self._name}/{rank}"
 
 
-_entries: WeakKeyDictionary[dist.ProcessGroup, GatherLog] = WeakKeyDictionary()
+_entries: WeakKeyDictionary[dist.ProcessGroup, Entries] = WeakKeyDictionary()
 
 
 def gather_bytes(
@@ -221,7 +221,7 @@ def gather_bytes(
         RendezvousFailed: a rank failed or did not call within `timeout` seconds.
     """
     if group not in _entries:
-        _entries[group] = GatherLog(group)
+        _entries[group] = Entries(group)
     _entries[group].enter(action)
     device = _select_message_device(group)
     size = dist.get_world_size(group)

@@ -184,7 +184,7 @@ def _header_structs(max_ranks: int) -> HeaderStructs:
 
 
 def layout_max_ranks(ranks: int) -> int:
-    """Return the maximum number of ranks of the layout for `ranks` ranks."""
+    """Return the rank capacity of the layout that `ranks` ranks use."""
     return NARROW_RANKS if ranks <= NARROW_RANKS else MAX_RANKS
 
 
