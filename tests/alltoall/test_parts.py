@@ -14,7 +14,7 @@ import weft
 from weft.alltoall.kernels import (
     MAX_STRIPS,
     STRIP_COLUMNS,
-    cpu_program,
+    build_cpu_program,
     plan_combine,
     plan_combine_fp8,
     plan_dispatch,
@@ -41,11 +41,11 @@ from weft.shape import Shape
     ],
 )
 def test_python_and_cpp_agree_on_the_layout(shape):
-    assert compile_shared(cpu_program(shape).source, name="layout")
+    assert compile_shared(build_cpu_program(shape).source, name="layout")
 
 
 def test_a_wrong_offset_does_not_compile():
-    program = cpu_program(Shape(1, 1, 1, 1, 8, "bf16", (16,)))
+    program = build_cpu_program(Shape(1, 1, 1, 1, 8, "bf16", (16,)))
     for place, (expression, value) in enumerate(program.offsets):
         wrong = [*program.offsets]
         wrong[place] = expression, value + 1

@@ -145,13 +145,13 @@ def all_to_all(
     *,
     split_phase: bool = True,
 ) -> Code:
-    program = alltoall.cuda_program(shape, 1, split_phase=split_phase)
+    program = alltoall.build_cuda_program(shape, 1, split_phase=split_phase)
     return Code(program, verbs, frame, profiled)
 
 
 def low_latency(frame: int = 0, profiled: int | None = None, **changes: Any) -> Code:
     shape = replace(LowLatencyShape(8, 128, 8, 256, 32, 7168, "bf16"), **changes)
-    program = lowlatency.cuda_program(shape, split_phase=not shape.gemm_push)
+    program = lowlatency.build_cuda_program(shape, split_phase=not shape.gemm_push)
     verbs = LOW_HALVES
     if shape.gemm_push:
         verbs = {
@@ -174,7 +174,7 @@ def all_reduce(config: ReduceConfig) -> Code:
         for name in kernels
         for end in ("", allreduce.MOE)
     }
-    program = allreduce.cuda_program(config)
+    program = allreduce.build_cuda_program(config)
     assert set(program.entry_points) == verbs.keys()
     # A wait's record is handed to the slow path by its address: that is no spill.
     return Code(program, verbs if config.ranks == 8 else {}, frame=96, everywhere=True)
@@ -182,7 +182,7 @@ def all_reduce(config: ReduceConfig) -> Code:
 
 def groups(shape: Shape, layout: str, *sizes: int) -> Code:
     sends = shape.combine != "pull"
-    program = grouping.cuda_program(shape, GroupConfig(layout, *sizes), sends=sends)
+    program = grouping.build_cuda_program(shape, GroupConfig(layout, *sizes), sends=sends)
     send = SEND | ({"relaxed ST.32.SYS": 2} if shape.combine == "push_fp8" else {})
     return Code(program, {"send": send, "group": LAST_ADD} if sends else {}, everywhere=True)
 

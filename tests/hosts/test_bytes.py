@@ -31,7 +31,7 @@ def made(config: MoEConfig, experts: tuple[int, ...]) -> ExpertWeights:
 def rail_bytes(span: HostSpan) -> tuple[int, int]:
     """Return the bytes of TOKENS rows that a rank sends to each other host, and of their sums."""
     returned = FP8 if span.returns_fp8 else span.hidden * span.dtype.itemsize
-    return TOKENS * sum(span.row_bytes) + 4 * span.meta_words(TOKENS), TOKENS * returned
+    return TOKENS * sum(span.row_bytes) + 4 * span.count_meta_words(TOKENS), TOKENS * returned
 
 
 def rounds(group: weft.Group, _folder: Path, count: int, quantize: str | None) -> tuple[int, int]:

@@ -554,8 +554,8 @@ WRONG: list[tuple[Callable[[], Tensors], Change, str]] = [
      "no tensor .*gate_up_proj_scales; MXFP4 weights need one scale per 32 columns"),
     (separate, lambda t: t.update({f"other.{NAME}.0.up_proj.weight": torch.ones(1)}),
      "experts of layer 3 under the prefixes 'model' and 'other.model': pass one .* prefix="),
-    (separate, of_layer_7, "layer is 3; .*model.safetensors has no .*, layers 7..7 have some"),
-    (separate, lambda t: t.clear(), "no experts of it, no layer has any"),
+    (separate, of_layer_7, "layer is 3, but .*model.safetensors has no .*layers: 7..7"),
+    (separate, lambda t: t.clear(), "no experts of it .layers: none"),
     (in_fp8, put("0.gate_proj.weight_scale_inv", 64, 1),
      r"inv \[64, 1\] beside weights \[128, 256\]"),
     *((in_fp8, put("0.up_proj.weight_scale_inv", 1, 2, value=value), "in the scales .*up_proj")

@@ -221,7 +221,7 @@ def test_powers_that_are_far_apart_are_rounded_in_fp8_alone():
             {"gate_up_scale": torch.full((3, 192, 5), 255, dtype=torch.uint8)},
             "expert 0, gate_up of rows 0..(, row 0)? has a scale of 255, which is NaN",
         ),
-        ({"config": replace(IN_MEMORY, hidden=384)}, "the config 128 and 384; its size"),
+        ({"config": replace(IN_MEMORY, hidden=384)}, "the config 128 and 384; the config's size"),
         ({"gate_up": [[1]]}, "gate_up is a list; it must be a torch.Tensor"),
         (
             {"down": torch.zeros(160, 48, dtype=torch.uint8)},

@@ -92,7 +92,7 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
         rows = (experts, 8) if masked else (24,)
         options: dict[str, Any] = {"fp8": fp8, "programmatic": True, "device": torch.device("cpu")}
         options |= {"gemm_push": pushes, "ranks": config.routing.num_experts}
-        weights = ExpertWeights._empty(config, experts, options["device"], stored or dtype)
+        weights = ExpertWeights._allocate(config, experts, options["device"], stored or dtype)
         grouped = rows_of(config, rows, experts, fp8=fp8)
         for most in MOST:
             loaded.clear()

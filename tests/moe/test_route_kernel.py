@@ -138,7 +138,9 @@ COMPILED = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_kernels_compile_without_spills(name: str, arch: str) -> None:
     kernel, rule = COMPILED[name]
-    cubin = compile_cubin(kernel.source(rule), name=kernel.name, arch=arch, options=CUDA_OPTIONS)
+    cubin = compile_cubin(
+        kernel.get_source(rule), name=kernel.name, arch=arch, options=CUDA_OPTIONS
+    )
     assert kernel.name.encode() in cubin
     assert set(frames(cubin).values()) == {0}
 

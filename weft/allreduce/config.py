@@ -185,7 +185,7 @@ class ReduceConfig:
         """Bytes of symmetric memory of one rank."""
         return self.trailers_offset + round_up(16 * max(1, (self.ranks - 1) * self.owned))
 
-    def expected_offsets(self) -> CppValues:
+    def get_expected_offsets(self) -> CppValues:
         """Return C++ expressions of the offsets for a Reduction named R, and their values."""
         share = "ReductionShare<R>"
         return [

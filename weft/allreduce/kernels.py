@@ -46,7 +46,7 @@ KERNELS = {
 MOE = "_moe"  # suffix of entries whose rows are computed by a prologue
 
 
-def cpu_program(config: ReduceConfig) -> Program:
+def build_cpu_program(config: ReduceConfig) -> Program:
     """Build the C++ program; one function of a backend handles both x and prologues."""
     return Program(
         name="allreduce",
@@ -59,12 +59,12 @@ def cpu_program(config: ReduceConfig) -> Program:
             for name, backend in _select_supported(config, ENTRIES).items()
             for end in ("", MOE)
         },
-        offsets=config.expected_offsets(),
+        offsets=config.get_expected_offsets(),
         options=OPTIONS,
     )
 
 
-def cuda_program(config: ReduceConfig) -> Program:
+def build_cuda_program(config: ReduceConfig) -> Program:
     """Build the CUDA program."""
     kernels = _select_supported(config, KERNELS)
     if not _uses_resident_grid(config):
@@ -75,7 +75,7 @@ def cuda_program(config: ReduceConfig) -> Program:
         for end, moe in (("", "false"), (MOE, "true"))
     }
     return replace(
-        cpu_program(config),
+        build_cpu_program(config),
         headers=("allreduce/oneshot.cuh", "allreduce/twoshot.cuh"),
         entry_points=entries,
         bounds=dict.fromkeys(entries, (MAX_CTA_THREADS, 1)),
@@ -110,7 +110,7 @@ class CudaReduceKernels(CudaKernels):
     """Compiled kernels for one config."""
 
     def __init__(self, config: ReduceConfig, build: Build) -> None:
-        super().__init__(cuda_program(config), build)
+        super().__init__(build_cuda_program(config), build)
         self._config = config
         self._max_resident_ctas: dict[tuple[str, int, int], int] = {}
 
@@ -163,7 +163,7 @@ class CudaReduceKernels(CudaKernels):
 def load_kernels(device: torch.device, config: ReduceConfig, build: Build) -> Kernels:
     """Compile and load the kernels of all backends for one rank's device."""
     if device.type == "cpu":
-        return CpuKernels(cpu_program(config), build)
+        return CpuKernels(build_cpu_program(config), build)
     with loading_context(device):
         return CudaReduceKernels(config, build)
 

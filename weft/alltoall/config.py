@@ -33,7 +33,7 @@ from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Shape of a token's row, and dtype, of one payload tensor.
+    """Row shape and dtype of one payload tensor.
 
     `Payload((7168,), torch.float8_e4m3fn)` describes a tensor `[tokens, 7168]`.
 
@@ -153,7 +153,7 @@ class Offsets:
             destinations=destinations,
         )
 
-    def expected_offsets(self) -> CppValues:
+    def get_expected_offsets(self) -> CppValues:
         """Return C++ expressions of these offsets, for a Shape named S, and their values."""
         members = {
             "inbox.counts": self.counts,

@@ -49,7 +49,7 @@ PHASES: EntryPoints = {
 }
 
 
-def cpu_program(shape: Shape) -> Program:
+def build_cpu_program(shape: Shape) -> Program:
     """Return the C++ program of a Shape; it always has both halves of each phase."""
     return Program(
         name="alltoall",
@@ -61,13 +61,13 @@ def cpu_program(shape: Shape) -> Program:
             name: (struct, call.replace("S, rank", "S"))
             for name, (struct, call) in split_entries(PHASES, split_phase=True).items()
         },
-        offsets=Offsets.from_shape(shape).expected_offsets(),
+        offsets=Offsets.from_shape(shape).get_expected_offsets(),
     )
 
 
-def cuda_program(shape: Shape, rank: int, *, split_phase: bool = False) -> Program:
+def build_cuda_program(shape: Shape, rank: int, *, split_phase: bool = False) -> Program:
     """Return the CUDA program of a Shape on one rank."""
-    program, entries = cpu_program(shape), split_entries(PHASES, split_phase=split_phase)
+    program, entries = build_cpu_program(shape), split_entries(PHASES, split_phase=split_phase)
     return replace(
         program,
         headers=("alltoall/combine.cuh", "alltoall/dispatch.cuh"),
@@ -78,20 +78,20 @@ def cuda_program(shape: Shape, rank: int, *, split_phase: bool = False) -> Progr
 
 
 class CudaAllToAll(CudaKernels):
-    """The kernels of one Shape."""
+    """CUDA kernels of an all-to-all of one Shape."""
 
     def __init__(self, shape: Shape, rank: int, build: Build) -> None:
-        super().__init__(cuda_program(shape, rank, split_phase=build.split_phase), build)
+        super().__init__(build_cuda_program(shape, rank, split_phase=build.split_phase), build)
         self._shape, self._vectors_per_token = shape, _count_vector_loads(shape)
 
     def _build_launch(self, name: str, tokens: int) -> Launch:
-        plan = self._plan(name, tokens)
+        plan = self._build_plan(name, tokens)
         use_pdl = self._build.use_pdl and tokens * self._vectors_per_token < PDL_MAX_VECTORS
         fields = (("pushers", plan.pushers), ("strips", plan.strips)) if plan.strips else ()
         launcher = self._get_launcher(name, use_pdl=use_pdl)
         return Launch(launcher, (plan.workers, plan.chunks, 1), plan.threads, fields)
 
-    def _plan(self, name: str, tokens: int) -> LaunchPlan:
+    def _build_plan(self, name: str, tokens: int) -> LaunchPlan:
         shape, out_vectors = self._shape, self._shape.out_bytes // 16
         pushes = shape.combine in ("push", "push_fp8")
 
@@ -120,7 +120,7 @@ class CudaAllToAll(CudaKernels):
         return self._plan_push(tokens, get_ctas_per_sm)
 
     def _plan_push(self, tokens: int, get_ctas_per_sm: Callable[[int], int]) -> LaunchPlan:
-        """Return the plan of a push, assuming a row for each pair of an own token and a peer.
+        """Return the plan of a push, assuming a row for each of this rank's tokens and each peer.
 
         All CTAs must be co-resident: each waits for rows that the others push.
         """
@@ -155,7 +155,7 @@ class CudaAllToAll(CudaKernels):
 def load_kernels(device: torch.device, rank: int, config: AllToAllConfig, build: Build) -> Kernels:
     """Compile and load the kernels of a config for one rank's device."""
     if device.type == "cpu":
-        return CpuKernels(cpu_program(config.shape), build)
+        return CpuKernels(build_cpu_program(config.shape), build)
     with loading_context(device):
         return CudaAllToAll(config.shape, rank, build)
 

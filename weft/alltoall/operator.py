@@ -51,9 +51,9 @@ class State(Enum):
 
 
 class AllToAll(ExpertRankMixin, ExchangeOperator):
-    """Send each token once to every rank that owns one of its experts, and return the weighted
-    sums.
+    """Expert-parallel all-to-all, rank-major: send tokens to ranks, return weighted sums.
 
+    Dispatch sends each token once to every rank that owns one of its experts.
     `weft.reference.dispatch` and `weft.reference.combine` specify the results bit for bit. The
     constructor allocates all memory and is collective. A call allocates only its result, does not
     synchronise with the host, and may be captured in CUDA graphs of any batch size; replays and
@@ -362,13 +362,16 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         self._exchange.dispatch(
             entry, call, tensors, topk_ids, topk_weights, num_tokens, stats, rows
         )
-        self.traced_tokens, self._traced_rows = tokens, rows  # for a combine traced on its own
+        self.traced_tokens, self._traced_rows = (
+            tokens,
+            rows,
+        )  # for a combine that is traced without its dispatch
         self._round += 1
         self._set_state(State.RECEIVED if entry == "dispatch" else State.SENT)
 
     @exclusive_call("dispatch_recv")
     def _receive(self) -> Received:
-        """Run `dispatch_receive`."""
+        """Wait for the dispatch in flight and return its result."""
         self.expect_state(State.SENT, "dispatch_recv")
         self._exchange.dispatch_receive()
         self._set_state(State.RECEIVED)
@@ -445,7 +448,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
 
     @property
     def latest_received(self) -> Received:
-        """Views of this rank's inbox with max_tokens slots for each source."""
+        """Views of this rank's inbox with `max_tokens` slots per source."""
         return self.receive_views(self.max_tokens)[0]
 
     def _copy_to_output(self, y: torch.Tensor | None) -> None:
@@ -486,7 +489,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         self._raise_if_broken()
 
     def _connect_hosts(self, span: HostSpan) -> None:
-        """Let the exchange span all hosts. Collective over them."""
+        """Extend the exchange to all hosts. Collective over them."""
         received, output = self._full_views
         self.output_buffer = split_hosts(output, span.hosts)
         self._set_views(received.split_by_source_rank(span.hosts))

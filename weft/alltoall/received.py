@@ -67,12 +67,12 @@ class Received:
 
 
 def split_hosts(view: torch.Tensor, hosts: int) -> torch.Tensor:
-    """View `[ranks, hosts * rows, ...]` as `[ranks * hosts, rows, ...]`."""
+    """Return a view of `[ranks, hosts * rows, ...]` as `[ranks * hosts, rows, ...]`."""
     ranks, rows, *row = view.shape
     return view.view(ranks * hosts, rows // hosts, *row)
 
 
 def slice_rows(view: torch.Tensor, rows: int) -> torch.Tensor:
-    """View the start of `[ep_size, max_tokens, ...]` as `[ep_size, rows, ...]`."""
+    """Return a view of the start of `[ep_size, max_tokens, ...]` as `[ep_size, rows, ...]`."""
     ranks = view.shape[0]
     return view.flatten(0, 1)[: ranks * rows].view(ranks, rows, *view.shape[2:])

@@ -36,7 +36,7 @@ BOUNDS = {
 }
 
 
-def cpu_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
+def build_cpu_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
     """Build the C++ program."""
     constants = f"constexpr weft::Shape S = {shape.to_cpp()};\n"
     return Program(
@@ -50,9 +50,9 @@ def cpu_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Pr
     )
 
 
-def cuda_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
+def build_cuda_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
     """Build the CUDA program."""
-    program = cpu_program(shape, config, sends=sends)
+    program = build_cpu_program(shape, config, sends=sends)
     numbers = [
         ("weft::group_threads", COUNT_THREADS),
         ("weft::vectors_in_flight", VECTORS_IN_FLIGHT),
@@ -79,7 +79,7 @@ class CudaGroupKernels(CudaKernels):
     """
 
     def __init__(self, shape: Shape, config: GroupConfig, build: Build, *, sends: bool) -> None:
-        super().__init__(cuda_program(shape, config, sends=sends), build)
+        super().__init__(build_cuda_program(shape, config, sends=sends), build)
         self._shape, self._config = shape, config
         for name in self._program.entry_points:
             self._launches[name, 0] = self._build_launch(name, 0)
@@ -115,7 +115,7 @@ def load_kernels(
 ) -> Kernels:
     """Compile and load the kernels for one rank's device."""
     if device.type == "cpu":
-        return CpuKernels(cpu_program(shape, config, sends=sends), build)
+        return CpuKernels(build_cpu_program(shape, config, sends=sends), build)
     with loading_context(device):
         return CudaGroupKernels(shape, config, build, sends=sends)
 

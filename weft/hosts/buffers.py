@@ -16,7 +16,9 @@ MAX_VIEWS = 256  # cached views, by number of rows: one for each batch size of a
 
 @dataclass(frozen=True, slots=True)
 class ReceivedRows:
-    """The rows that this rank dispatches on its host: `rows` slots of each host, in host order.
+    """Rows that a rail received, which this rank dispatches within its host.
+
+    There are `rows` slots for each host, in the order of hosts.
 
     Attributes:
         planes: uint8 `[hosts * rows, row_bytes]` of each payload.
@@ -75,7 +77,7 @@ class RailBuffers:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self._planes = tuple(zeros(rows * size) for size in span.row_bytes)
-        self._meta = zeros(span.hosts * span.meta_words(span.max_tokens), dtype=torch.int32)
+        self._meta = zeros(span.hosts * span.count_meta_words(span.max_tokens), dtype=torch.int32)
         self._ids = zeros(span.num_results, rows, span.top_k, dtype=torch.int32)
         self._weights = zeros(span.num_results, rows, span.top_k, dtype=torch.float32)
         self._stats = zeros(span.hosts * (1 + span.stats), dtype=torch.int32)
@@ -88,7 +90,7 @@ class RailBuffers:
         self.row_index = torch.arange(span.max_tokens, dtype=torch.int32, device=device)
         self._views: dict[int, RailViews] = {}
 
-    def views(self, rows: int) -> RailViews:
+    def get_views(self, rows: int) -> RailViews:
         """Return the views for `rows` rows of each host."""
         views = self._views.get(rows)
         if views is None:
@@ -108,7 +110,7 @@ class RailBuffers:
             plane[: hosts * rows * size].view(hosts, rows * size)
             for plane, size in zip(self._planes, span.row_bytes, strict=True)
         )
-        meta = self._meta[: hosts * span.meta_words(rows)].view(hosts, -1)
+        meta = self._meta[: hosts * span.count_meta_words(rows)].view(hosts, -1)
         sizes = [CALL_WORDS, 1 + span.stats, rows * span.top_k, rows * span.top_k]
         calls, counts, ids, weights = torch.split(meta, sizes, dim=1)
         total = hosts * rows

@@ -14,8 +14,8 @@ from weft.runtime.report import BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW
 SENT, RECEIVED = range(2)  # origin of an input: this rank's call, or another host's
 
 
-class InputReports:
-    """Errors about counts and ids. Recorded in stream order, read in host memory."""
+class InputErrorRecorder:
+    """Recorder of errors about counts and ids: written in stream order, read from host memory."""
 
     def __init__(self, group: Group, span: HostSpan) -> None:
         self._group, self._span = group, span
@@ -94,10 +94,10 @@ class InputReports:
 
 
 class CallCheck:
-    """Detects hosts that make different calls. Recorded in stream order, read in host memory."""
+    """Check for equal calls on all hosts: written in stream order, read from host memory."""
 
     def __init__(self, group: Group) -> None:
-        self._own, self._hosts = group.host, group.hosts
+        self._own_host, self._num_hosts = group.host, group.hosts
         # Whether calls have differed, followed by the first calls that did.
         size = 1 + group.hosts * CALL_WORDS
         self._record = torch.zeros(size, dtype=torch.int32, device=group.device)
@@ -106,8 +106,8 @@ class CallCheck:
             self._host_record = torch.zeros(size, dtype=torch.int32).pin_memory()
 
     def compare(self, calls: torch.Tensor) -> torch.Tensor:
-        """Return bool `[hosts]`: whether each host makes this host's call."""
-        same = (calls == calls[self._own]).all(dim=1)
+        """Record unequal calls; return bool `[hosts]`, whether each host makes this host's call."""
+        same = (calls == calls[self._own_host]).all(dim=1)
         latest = torch.cat([(~same.all()).int()[None], calls.flatten()])
         record = self._record
         record.copy_(torch.where((record[0] == 0) & (latest[0] == 1), latest, record))
@@ -119,7 +119,7 @@ class CallCheck:
         """Return a host whose call differed, its call words and this host's; None without one."""
         if not self._host_record[0]:
             return None
-        calls = self._host_record[1:].view(self._hosts, CALL_WORDS).tolist()
-        own = calls[self._own]
-        other = next(host for host, call in enumerate(calls) if call != own)
-        return other, calls[other], own
+        calls = self._host_record[1:].view(self._num_hosts, CALL_WORDS).tolist()
+        own_call = calls[self._own_host]
+        other = next(host for host, call in enumerate(calls) if call != own_call)
+        return other, calls[other], own_call

@@ -68,10 +68,10 @@ class HostSpan:
 
     @property
     def local_placement(self) -> Placement:
-        """Placement of this host's experts on its ranks; see `host_placement`."""
-        return host_placement(self.placement, self.ranks[self.host])
+        """Placement of this host's experts on its ranks; see `build_host_placement`."""
+        return build_host_placement(self.placement, self.ranks[self.host])
 
-    def meta_words(self, rows: int) -> int:
+    def count_meta_words(self, rows: int) -> int:
         """Return the number of 32-bit words of metadata for `rows` rows."""
         return CALL_WORDS + 1 + self.stats + 2 * rows * self.top_k
 
@@ -141,7 +141,7 @@ class HostsConfig:
 
 
 @functools.cache
-def host_placement(placement: Placement, ranks: tuple[int, ...]) -> Placement:
+def build_host_placement(placement: Placement, ranks: tuple[int, ...]) -> Placement:
     """Return the placement of the experts of `ranks`, renumbered in ascending order of their ids.
 
     The result's ranks are indices in `ranks`. A host without experts gets one that is never used.

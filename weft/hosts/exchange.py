@@ -53,7 +53,7 @@ def open_rail(operator: ExchangeOperator, span: HostSpan) -> Rail:
 
 
 class Exchange(Protocol):
-    """The launches of an all-to-all; see alltoall/exchange.py."""
+    """Interface of the launches of an all-to-all; see alltoall/exchange.py."""
 
     def dispatch(
         self,
@@ -156,7 +156,7 @@ BufferT_contra = TypeVar("BufferT_contra", bound=IndexedBuffer, contravariant=Tr
 
 
 class LowLatencyExchange(Protocol[BufferT_contra]):
-    """The launches of a low-latency all-to-all; see lowlatency/exchange.py."""
+    """Interface of the launches of a low-latency all-to-all; see lowlatency/exchange.py."""
 
     def dispatch(
         self,

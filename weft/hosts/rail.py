@@ -28,7 +28,7 @@ from weft.group.hosts import abort_rail
 from weft.heap.header import CallRecord
 from weft.hosts.buffers import RailBuffers, ReceivedRows, view_as_bytes
 from weft.hosts.cause import FirstErrorStore
-from weft.hosts.checks import RECEIVED, SENT, CallCheck, InputReports
+from weft.hosts.checks import RECEIVED, SENT, CallCheck, InputErrorRecorder
 from weft.hosts.config import HostSpan
 from weft.hosts.watch import Watch
 from weft.runtime.identity import describe_host_words, pack_host_words
@@ -101,8 +101,8 @@ class Rail:
         self._max_wait = timedelta(seconds=1 + first_timeout + timeout)
         self._rows: PendingMessages | None = None  # rows in flight
         self._sums: ReturningSums | None = None  # sums in flight
-        self._hosts, self._own = group.hosts, group.host
-        self._others = [h for h in range(self._hosts) if h != self._own]
+        self._num_hosts, self._own_host = group.hosts, group.host
+        self._others = [h for h in range(self._num_hosts) if h != self._own_host]
         self._awaited_hosts = self._others  # hosts that the current exchange waits for
         self._peers = {h: group.rail_peers[h] for h in self._others}
         self._error: GroupError | None = None
@@ -111,7 +111,7 @@ class Rail:
         self._overdue_since: float | None = None  # of the current exchange
         self._num_experts = len(span.placement.ranks)
         self._buffers = RailBuffers(span, group.device)
-        self._reports, self._calls = InputReports(group, span), CallCheck(group)
+        self._input_errors, self._calls = InputErrorRecorder(group, span), CallCheck(group)
         # The last entry is for ids that name no expert.
         local_ids = torch.tensor((*span.local_ids, -1), dtype=torch.int32)
         self._local_ids = local_ids.to(group.device)
@@ -123,7 +123,7 @@ class Rail:
         if self._on_gpu:
             # NCCL connects two ranks at their first message, which no graph can capture.
             self._wait_for_messages(
-                self._start_messages(self._buffers.views(span.max_tokens).messages)
+                self._start_messages(self._buffers.get_views(span.max_tokens).messages)
             )
 
     def send(
@@ -147,17 +147,19 @@ class Rail:
             rows: Slots of each source, at least the number of tokens.
             call: Identity of the dispatch, equal on every host.
         """
-        span, views, own = self._span, self._buffers.views(rows), self._own
+        span, views, own_host = self._span, self._buffers.get_views(rows), self._own_host
         tokens = topk_ids.shape[0]
-        for word, value in zip(views.calls[own], pack_host_words(self._number, call), strict=True):
+        for word, value in zip(
+            views.calls[own_host], pack_host_words(self._number, call), strict=True
+        ):
             word.fill_(value)
         if span.quantize is not None:
             tensors = [*quantize(tensors[0], span.quantize), *tensors[1:]]
         for plane, tensor, size in zip(views.planes, tensors, span.row_bytes, strict=True):
             row = math.prod(tensor.shape[1:])
-            staged = plane[own].view(rows, size)[:tokens]
+            staged = plane[own_host].view(rows, size)[:tokens]
             staged.copy_(tensor.reshape(tokens, row).view(torch.uint8))
-        counts, ids, weights = views.counts[own], views.ids[own], views.weights[own]
+        counts, ids, weights = views.counts[own_host], views.ids[own_host], views.weights[own_host]
         weights[:tokens] = 1.0 if topk_weights is None else topk_weights
         count = torch.full((1,), tokens, dtype=torch.int32, device=topk_ids.device)
         if num_tokens is not None:
@@ -171,7 +173,7 @@ class Rail:
             counts[1:] = stats
         ids.fill_(-1)
         ids[:tokens] = valid_ids
-        self._reports.record(SENT, count, topk_ids, tokens, repeats=valid_ids)
+        self._input_errors.record(SENT, count, topk_ids, tokens, repeats=valid_ids)
         self._rows = self._start_messages(views.messages)
 
     def receive(self, rows: int, result: int = 0) -> ReceivedRows:
@@ -193,7 +195,7 @@ class Rail:
         assert self._rows is not None
         pending, self._rows = self._rows, None
         self._wait_for_messages(pending)
-        views, num_experts = self._buffers.views(rows), self._num_experts
+        views, num_experts = self._buffers.get_views(rows), self._num_experts
         received, ids, counts = views.received[result], views.ids, views.counts
         same = self._calls.compare(views.calls)[:, None, None]
         if not self._on_gpu:
@@ -204,7 +206,7 @@ class Rail:
         stats = received.stats.view(counts.shape)
         stats.copy_(counts)
         stats[:, 0].clamp_(0, rows)
-        self._reports.record(RECEIVED, counts[:, 0], ids, rows)
+        self._input_errors.record(RECEIVED, counts[:, 0], ids, rows)
         return received
 
     def get_received_rows(self, rows: int, result: int) -> ReceivedRows:
@@ -214,7 +216,7 @@ class Rail:
             rows: As in `receive`.
             result: As in `receive`.
         """
-        return self._buffers.views(rows).received[result]
+        return self._buffers.get_views(rows).received[result]
 
     def get_sums_buffer(self, rows: int) -> torch.Tensor:
         """Return the buffer for this host's sums of the received rows, `[hosts * rows, hidden]`.
@@ -222,7 +224,7 @@ class Rail:
         Args:
             rows: As in `send`.
         """
-        return self._buffers.views(rows).sums
+        return self._buffers.get_views(rows).sums
 
     @property
     def has_sums_in_flight(self) -> bool:
@@ -235,8 +237,8 @@ class Rail:
         Args:
             rows: As in `send`.
         """
-        views = self._buffers.views(rows)
-        sums = views.sums.view(self._hosts, rows, self._span.hidden)
+        views = self._buffers.get_views(rows)
+        sums = views.sums.view(self._num_hosts, rows, self._span.hidden)
         pairs = [(sums, views.returned.view(sums.shape))]
         if self._span.returns_fp8:
             values, scales = (t.contiguous() for t in quantize(sums, "fp8"))
@@ -263,8 +265,8 @@ class Rail:
         returning, self._sums = self._sums, None
         self._wait_for_messages(returning.pending)
         parts = [
-            [(sent if host == self._own else back)[host] for sent, back in returning.pairs]
-            for host in range(self._hosts)
+            [(sent if host == self._own_host else back)[host] for sent, back in returning.pairs]
+            for host in range(self._num_hosts)
         ]
         step = len(self._buffers.total)
         for start in range(0, len(out), step):
@@ -294,7 +296,7 @@ class Rail:
             GroupError: the exchange has failed, or hosts made different calls.
         """
         self.raise_if_failed()
-        report = self._reports.read()
+        report = self._input_errors.read()
         if report is not None:
             raise build_input_error(*report, drops_repeats=self._span.drops_repeats)
 
@@ -331,13 +333,13 @@ class Rail:
                 tensor, every host gets this host's entry.
         """
         self.raise_if_failed()
-        ops, hosts, own, rail = [], list[int](), self._own, self._group.rail
+        ops, hosts, own_host, rail = [], list[int](), self._own_host, self._group.rail
         # Each host starts with its right neighbour. When all started with host 0 and shared its
         # link, a round of 3 hosts took 887 ms instead of 704 (1 Gbit/s, gloo).
-        for step in range(1, self._hosts):
-            right, left = (own + step) % self._hosts, (own - step) % self._hosts
+        for step in range(1, self._num_hosts):
+            right, left = (own_host + step) % self._num_hosts, (own_host - step) % self._num_hosts
             for outgoing, incoming in pairs:
-                sent = outgoing[own if outgoing is incoming else right]
+                sent = outgoing[own_host if outgoing is incoming else right]
                 target = incoming[left]
                 # The tag is the size, because gloo aborts a process that gets more than it expects.
                 size = len(sent)

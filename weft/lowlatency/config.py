@@ -25,7 +25,7 @@ from weft.heap.header import (
     layout_max_ranks,
     rank_words,
 )
-from weft.hosts.config import HostsConfig, HostSpan, host_placement
+from weft.hosts.config import HostsConfig, HostSpan, build_host_placement
 from weft.placement import Placement, build_placement
 from weft.runtime.check import check_tensor, check_tokens, check_topk
 from weft.runtime.layout import LINE, CppValues, Memory, build_size_function, cpp_offset, round_up
@@ -271,7 +271,7 @@ class LowLatencyOffsets:
         share = rows + round_up(dispatched + returned)
         return cls(share, progress, tokens, token_masks, choices, rows, rows + dispatched)
 
-    def expected_offsets(self) -> CppValues:
+    def get_expected_offsets(self) -> CppValues:
         """Return C++ expressions of these offsets, for a shape named S, and their values."""
         members = {
             "progress": self.progress,
@@ -347,7 +347,7 @@ class LowLatencyConfig(HostsConfig):
         max_tokens = sizes["tokens"]
         multi_host = len(hosts) > 1
         if multi_host:
-            local = host_placement(placement, tuple(hosts[host]))
+            local = build_host_placement(placement, tuple(hosts[host]))
             sizes |= {"tokens": len(hosts) * max_tokens, "experts": len(local.ranks)}
             recipe = "quantised"  # rows are quantised before they leave their host
         shape = LowLatencyShape(
@@ -420,7 +420,7 @@ class LowLatencyConfig(HostsConfig):
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each tensor of one result buffer, by name.
 
-        Column-major scales have the shape of their memory here.
+        Column-major scales have the shape of their memory.
         """
         s = self.shape
         padded, words = -(-s.rows // 4) * 4, -(-s.blocks // 4)

@@ -56,7 +56,7 @@ PHASES: EntryPoints = {
 }
 
 
-def cpu_program(shape: LowLatencyShape) -> Program:
+def build_cpu_program(shape: LowLatencyShape) -> Program:
     """Return the C++ program of a shape; it always has both halves of each phase."""
     return Program(
         name="lowlatency",
@@ -65,12 +65,12 @@ def cpu_program(shape: LowLatencyShape) -> Program:
         headers=("lowlatency/dispatch_cpu.hpp", "lowlatency/combine_cpu.hpp"),
         constants=f"constexpr weft::LowLatencyShape S = {shape.to_cpp()};\n",
         entry_points=split_entries(PHASES, split_phase=True),
-        offsets=LowLatencyOffsets.from_shape(shape).expected_offsets(),
+        offsets=LowLatencyOffsets.from_shape(shape).get_expected_offsets(),
         structs=(RoutingRecord, get_trace_record_type(shape.ranks)),
     )
 
 
-def cuda_program(shape: LowLatencyShape, *, split_phase: bool = False) -> Program:
+def build_cuda_program(shape: LowLatencyShape, *, split_phase: bool = False) -> Program:
     """Return the CUDA program of a shape."""
     entries = split_entries(PHASES, split_phase=split_phase)
     # Many FP8 rows per token, or many peers, need more registers: two CTAs per SM, not three.
@@ -80,7 +80,7 @@ def cuda_program(shape: LowLatencyShape, *, split_phase: bool = False) -> Progra
         "combine": 2 if shape.combine_fp8 and rows > 4 else 3,
     }
     return replace(
-        cpu_program(shape),
+        build_cpu_program(shape),
         headers=("lowlatency/combine.cuh", "lowlatency/dispatch.cuh"),
         entry_points=entries,
         bounds={name: (THREADS, per_sm[name.partition("_")[0]]) for name in entries},
@@ -88,10 +88,10 @@ def cuda_program(shape: LowLatencyShape, *, split_phase: bool = False) -> Progra
 
 
 class CudaLowLatency(CudaKernels):
-    """The kernels of one shape."""
+    """CUDA kernels of a low-latency all-to-all of one shape."""
 
     def __init__(self, shape: LowLatencyShape, build: Build) -> None:
-        super().__init__(cuda_program(shape, split_phase=build.split_phase), build)
+        super().__init__(build_cuda_program(shape, split_phase=build.split_phase), build)
         self._shape = shape
 
     def _build_launch(self, name: str, tokens: int) -> Launch:
@@ -166,6 +166,6 @@ def load_kernels(device: torch.device, shape: LowLatencyShape, build: Build) -> 
             "split_phase out"
         )
     if device.type == "cpu":
-        return CpuKernels(cpu_program(shape), build)
+        return CpuKernels(build_cpu_program(shape), build)
     with loading_context(device):
         return CudaLowLatency(shape, build)

@@ -66,7 +66,7 @@ def _pack_rows(shape: LowLatencyShape, x: torch.Tensor) -> torch.Tensor:
 
 
 class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
-    """Send quantised tokens to their experts in expert-major layout, and return the sums.
+    """Expert-parallel all-to-all for decoding, expert-major: send tokens, return weighted sums.
 
     `weft.lowlatency.reference` specifies the results bit for bit. The constructor allocates all
     memory and is collective. A call allocates only its result, does not synchronise with the host,
@@ -381,7 +381,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
 
     @exclusive_call("dispatch_recv")
     def _receive(self) -> ExpertRows:
-        """Run `dispatch_receive`."""
+        """Wait for the dispatch in flight and return its result."""
         handle = self._sent_handle
         if handle is None:
             raise OutOfOrder("dispatch_recv without a dispatch_send")
@@ -440,7 +440,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
 
     @exclusive_call("combine_recv")
     def _combine_receive(self) -> torch.Tensor:
-        """Run `combine_receive`."""
+        """Wait for the combine in flight and return its result."""
         handle = self._returned_handle
         if handle is None:
             raise OutOfOrder("combine_recv without a combine_send")
@@ -556,7 +556,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
             )
 
     def _connect_hosts(self, span: HostSpan) -> None:
-        """Let the exchange span all hosts. Collective over them."""
+        """Extend the exchange to all hosts. Collective over them."""
         pack = functools.partial(_pack_rows, self.config.shape)
         rail = open_rail(self, span)
         self._exchange = LowLatencyManyHosts(

@@ -16,7 +16,7 @@ from weft.lowlatency.config import (
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Identifies the dispatch whose rows a combine returns.
+    """Identifier of the dispatch whose rows a combine returns.
 
     Attributes:
         number: Number of the dispatch, from 1. In a compiled graph, which cannot count: -1 for the
@@ -38,7 +38,7 @@ class ExpertRows:
 
     Each expert has `R = ep_size * max_tokens` rows. The first `counts[e]` rows of expert e are
     valid, ordered by source rank and then token; later rows hold stale data. The tensors are in
-    this rank's own memory and valid until `handle` is combined.
+    this rank's local memory and valid until `handle` is combined.
 
     Attributes:
         x: `[local_experts, R, hidden]`, float8_e4m3fn, or the dtype of x if quantize is None.

@@ -117,7 +117,7 @@ def _compute_ns_per_tick(records: Sequence[ctypes.Structure]) -> float:
 def _parse_record(
     record: ctypes.Structure, rank: int, ranks: int, ns_per_tick: float
 ) -> WorkRecord:
-    def to_ns(ticks: int) -> int:
+    def convert_to_ns(ticks: int) -> int:
         return record.start_ns + round(ticks * ns_per_tick) if ticks else 0
 
     return WorkRecord(
@@ -128,9 +128,9 @@ def _parse_record(
         team=record.team,
         units=record.units,
         start_ns=record.start_ns,
-        credited_ns=to_ns(record.credited),
-        learned_ns=to_ns(record.learned),
-        end_ns=to_ns(record.ended),
+        credited_ns=convert_to_ns(record.credited),
+        learned_ns=convert_to_ns(record.learned),
+        end_ns=convert_to_ns(record.ended),
         wait_time_ns=tuple(round(record.waited[source] * ns_per_tick) for source in range(ranks)),
     )
 

@@ -57,7 +57,7 @@ class ConfigFields:
     """Typed access to a config's fields that records which of them were read.
 
     Args:
-        where: Name of the config in errors.
+        where: Name of the config, for errors.
         family: The config's model_type.
     """
 
@@ -174,7 +174,7 @@ def parse_config(config: object) -> LayerKwargs:
 
 
 def _read_config(config: object) -> tuple[Mapping[str, Any], str]:
-    """Return a config's fields, and its name in errors."""
+    """Return a config's fields, and its name for errors."""
     if isinstance(config, Mapping):
         return config, "config"
     if isinstance(config, str | Path):

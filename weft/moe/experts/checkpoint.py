@@ -71,7 +71,7 @@ class Part:
     block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
 
     def pad(self, columns: int) -> Part:
-        """Return this MXFP4 matrix, or a bias of MXFP4 experts, zero-padded to rows and columns."""
+        """Return this part of MXFP4 experts, zero-padded to its rows and to `columns` columns."""
         missing = self.rows.stop - self.rows.start - len(self.values)
         values = _pad(self.values, missing, columns // 2)
         scale = None if self.scale is None else _pad(self.scale, missing, columns // MX_BLOCK)
@@ -138,9 +138,10 @@ class LayerReader:
         if self._layout == "separate":
             yield from self._read_separate_parts(expert)
             return
-        wide, inner, hidden = 2 * self._inner, self._config.intermediate, self._config.hidden
+        gate_up_rows = 2 * self._inner
+        inner, hidden = self._config.intermediate, self._config.hidden
         gate, up, down = slice(0, inner), slice(inner, 2 * inner), slice(0, hidden)
-        values, scale = self._read_fused("gate_up_proj", wide, self._hidden, expert)
+        values, scale = self._read_fused("gate_up_proj", gate_up_rows, self._hidden, expert)
         if self._layout == "interleaved":
             for rows, first in ((gate, 0), (up, 1)):
                 powers = None if scale is None else scale[first::2]
@@ -150,7 +151,7 @@ class LayerReader:
         values, scale = self._read_fused("down_proj", self._hidden, self._inner, expert)
         yield self._create_part("down", expert, down, values, scale, inner)
         if self._config.biased:
-            bias = self._read("gate_up_proj_bias", (wide,), expert=expert)
+            bias = self._read("gate_up_proj_bias", (gate_up_rows,), expert=expert)
             yield self._create_part("gate_up_bias", expert, gate, bias[::2])
             yield self._create_part("gate_up_bias", expert, up, bias[1::2])
             bias = self._read("down_proj_bias", (self._hidden,), expert=expert)
@@ -407,8 +408,10 @@ class LayerReader:
                 f"{argument}{self._source} has experts of layer {layer} under the prefixes "
                 f"{prefixes}: pass one of them as prefix="
             )
-        have = f"layers {min(layers)}..{max(layers)} have some" if layers else "no layer has any"
-        raise InvalidArgument(f"layer is {layer}; {self._source} has no experts of it, {have}")
+        available = f"{min(layers)}..{max(layers)}" if layers else "none"
+        raise InvalidArgument(
+            f"layer is {layer}, but {self._source} has no experts of it (layers: {available})"
+        )
 
     def _find_layout(self) -> Storage:
         """Return how the experts are stored, according to the tensors' names."""

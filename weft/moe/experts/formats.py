@@ -87,7 +87,7 @@ def _read_strings(quantization: Mapping[str, Any], name: str, path: Path) -> lis
 
 
 def _matches_experts(pattern: str, experts: str) -> bool:
-    """Whether a pattern, a module's name or `re:` and a regular expression, covers the experts."""
+    """Whether a module name, or `re:` with a regular expression, matches the experts."""
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], f"{experts}0.gate_proj") is not None

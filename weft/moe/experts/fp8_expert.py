@@ -35,7 +35,7 @@ ALL_ROWS = 2**31 - 1  # grouped_gemm clamps counts to the number of rows
 class FP8Expert(nn.Module):
     """A shared expert with weights, rows and intermediate results in FP8.
 
-    A call takes three launches on a GPU, does not synchronize and may be captured.
+    A call launches three kernels on a GPU, does not synchronize and may be captured.
 
     Args:
         gate_up: float8_e4m3fn `[2 * intermediate, hidden]`, gate rows first.

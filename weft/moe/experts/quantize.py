@@ -66,7 +66,7 @@ def convert_to_fp8(
     if values.dtype == FP8 and scale is not None and block == (FP8_BLOCK, FP8_BLOCK):
         return values, scale
     rows, columns = values.shape
-    wide = values.float()
+    values_fp32 = values.float()
     if scale is not None:
         factors = expand_scales(scale, block, slice(0, rows), columns)
         if values.dtype == FP8:
@@ -75,9 +75,9 @@ def convert_to_fp8(
             fp8_block = (FP8_BLOCK, FP8_BLOCK)
             ratios = factors / expand_scales(max_scale, fp8_block, slice(0, rows), columns)
             if bool(torch.frexp(ratios).mantissa.eq(0.5).all()):
-                return wide.mul_(ratios).to(FP8), max_scale
-        wide.mul_(factors)
-    q, q_scale = quantize_blocks(wide.unsqueeze(0))
+                return values_fp32.mul_(ratios).to(FP8), max_scale
+        values_fp32.mul_(factors)
+    q, q_scale = quantize_blocks(values_fp32.unsqueeze(0))
     return q[0], q_scale[0]
 
 
@@ -96,11 +96,13 @@ def mxfp4_to_fp8(
     power = torch.where(nonzero, scale.int() - BIAS, -BIAS)
     row_blocks, column_blocks = rows // FP8_BLOCK, columns // FP8_BLOCK
     blocks = power.view(row_blocks, FP8_BLOCK, column_blocks, FP8_BLOCK // BLOCK)
-    highest = blocks.amax(dim=(1, 3)).clamp(min=HIGHEST - 126)  # keeps the scale normal
-    shift = (blocks - highest.view(row_blocks, 1, column_blocks, 1)).view(rows, -1, 1) + HIGHEST
-    wide = torch.ldexp(elements.view(rows, columns // BLOCK, BLOCK), shift).view(rows, columns)
-    one = torch.ones_like(highest, dtype=torch.float32)
-    return wide.to(FP8), torch.ldexp(one, highest - HIGHEST)
+    max_power = blocks.amax(dim=(1, 3)).clamp(min=HIGHEST - 126)  # keeps the scale normal
+    shift = (blocks - max_power.view(row_blocks, 1, column_blocks, 1)).view(rows, -1, 1) + HIGHEST
+    values_fp32 = torch.ldexp(elements.view(rows, columns // BLOCK, BLOCK), shift).view(
+        rows, columns
+    )
+    ones = torch.ones_like(max_power, dtype=torch.float32)
+    return values_fp32.to(FP8), torch.ldexp(ones, max_power - HIGHEST)
 
 
 def expand_scales(

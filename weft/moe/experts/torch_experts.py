@@ -82,7 +82,7 @@ class TorchExperts:
         return (self._dequantized, self._scales, self._h, self._act, self._y)
 
     def load_kernels(self, weights: ExpertWeights) -> None:
-        """Load all kernels for weights of this dtype. Torch loads its own."""
+        """Do nothing: torch loads its own kernels."""
 
     def run_gate_up(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True

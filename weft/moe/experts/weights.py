@@ -122,7 +122,7 @@ class ExpertWeights:
         for i, expert in enumerate(experts):
             check_instance(f"experts[{i}]", expert, Expert)
         stacked: dict[str, torch.Tensor] = {}
-        for name, (shape, dtype) in _expected_tensors(config, config.dtype).items():
+        for name, (shape, dtype) in _get_expected_tensors(config, config.dtype).items():
             stacked[name] = torch.empty((len(experts), *shape), dtype=dtype, device=device)
             for i, expert in enumerate(experts):
                 tensor = getattr(expert, name, None)
@@ -193,8 +193,10 @@ class ExpertWeights:
         if prefix is not None and not isinstance(prefix, str):
             raise_invalid("prefix", prefix, "a str such as 'mtp'")
         with open_layer(folder, layer, config, prefix) as reader:
-            stored = MXFP4 if reader.mxfp4 else FP8
-            weights = cls._empty(config, len(expert_ids), device, stored if fp8 else config.dtype)
+            weight_dtype = MXFP4 if reader.mxfp4 else FP8
+            weights = cls._allocate(
+                config, len(expert_ids), device, weight_dtype if fp8 else config.dtype
+            )
             for local_id, expert in enumerate(expert_ids):
                 for part in reader.read_parts(expert):
                     weights._write(local_id, part)
@@ -253,8 +255,8 @@ class ExpertWeights:
         if not (0 <= config.intermediate - inner < UNIT_K and 0 <= config.hidden - hidden < UNIT_K):
             raise InvalidArgument(
                 f"the weights have intermediate {inner} and hidden {hidden}, the config "
-                f"{config.intermediate} and {config.hidden}; its sizes must be these, or the next "
-                f"multiples of {UNIT_K}"
+                f"{config.intermediate} and {config.hidden}; the config's sizes must be equal to "
+                f"these, or to the next multiples of {UNIT_K}"
             )
         biases = {"gate_up": gate_up_bias, "down": down_bias}
         for field, bias in biases.items():
@@ -262,14 +264,14 @@ class ExpertWeights:
             if config.biased and (bias is None or tuple(bias.shape) != (experts, rows)):
                 actual = None if bias is None else list(bias.shape)
                 raise InvalidArgument(f"{field}_bias is {actual}; it must be {[experts, rows]}")
-        weights = cls._empty(config, experts, device, MXFP4 if packed else FP8)
-        wide, pairs = config.intermediate, (slice(0, None, 2), slice(1, None, 2))
+        weights = cls._allocate(config, experts, device, MXFP4 if packed else FP8)
+        target_inner, pairs = config.intermediate, (slice(0, None, 2), slice(1, None, 2))
         gate, up = pairs if interleaved else (slice(0, inner), slice(inner, 2 * inner))
         tensors = {"gate_up": (gate_up, gate_up_scale), "down": (down, down_scale)}
         copies = (  # field, target rows, source rows, target columns
-            ("gate_up", slice(0, wide), gate, config.hidden),
-            ("gate_up", slice(wide, 2 * wide), up, config.hidden),
-            ("down", slice(0, config.hidden), slice(0, hidden), wide),
+            ("gate_up", slice(0, target_inner), gate, config.hidden),
+            ("gate_up", slice(target_inner, 2 * target_inner), up, config.hidden),
+            ("down", slice(0, config.hidden), slice(0, hidden), target_inner),
         )
         for expert in range(experts):
             for field, target, source, columns in copies:
@@ -283,12 +285,12 @@ class ExpertWeights:
         return weights
 
     @classmethod
-    def _empty(
-        cls, config: MoEConfig, experts: int, device: torch.device, stored: torch.dtype
+    def _allocate(
+        cls, config: MoEConfig, experts: int, device: torch.device, weight_dtype: torch.dtype
     ) -> ExpertWeights:
-        """Return uninitialised weights of a config's sizes."""
+        """Allocate uninitialised weights with a config's sizes."""
         inner, hidden = config.intermediate, config.hidden
-        if stored in (FP8, MXFP4) and (inner % FP8_BLOCK or hidden % FP8_BLOCK):
+        if weight_dtype in (FP8, MXFP4) and (inner % FP8_BLOCK or hidden % FP8_BLOCK):
             raise InvalidArgument(
                 f"fp8 is True for intermediate {inner} and hidden {hidden}; blocks are {FP8_BLOCK} "
                 f"x {FP8_BLOCK}: both must be multiples of {FP8_BLOCK}"
@@ -296,7 +298,7 @@ class ExpertWeights:
         return cls(
             **{
                 name: torch.empty((experts, *shape), dtype=dtype, device=device)
-                for name, (shape, dtype) in _expected_tensors(config, stored).items()
+                for name, (shape, dtype) in _get_expected_tensors(config, weight_dtype).items()
             }
         )
 
@@ -349,15 +351,15 @@ class ExpertWeights:
         local_experts = check_int("local_experts", local_experts, 0, config.routing.num_experts)
         check_instance("device", device, torch.device)
         check_bools(fp8=fp8)
-        stored = config.dtype
+        weight_dtype = config.dtype
         if fp8:
             is_mxfp4 = isinstance(self.gate_up, torch.Tensor) and self.gate_up.dtype == MXFP4
-            stored = MXFP4 if is_mxfp4 else FP8
-        if stored == MXFP4 and config.dtype not in DTYPES_16BIT:
+            weight_dtype = MXFP4 if is_mxfp4 else FP8
+        if weight_dtype == MXFP4 and config.dtype not in DTYPES_16BIT:
             raise InvalidArgument(
                 f"the layer's dtype is {config.dtype}; MXFP4 weights need bfloat16 or float16"
             )
-        expected = _expected_tensors(config, stored)
+        expected = _get_expected_tensors(config, weight_dtype)
         for field in dataclass_fields(self):
             if field.name in expected or getattr(self, field.name) is None:
                 continue
@@ -372,7 +374,7 @@ class ExpertWeights:
             )
         gate_up = self.gate_up
         if isinstance(gate_up, torch.Tensor):
-            if stored == FP8 and gate_up.dtype == config.dtype:
+            if weight_dtype == FP8 and gate_up.dtype == config.dtype:
                 raise InvalidArgument(
                     f"gate_up has dtype {gate_up.dtype}, but the layer was built with fp8=True: "
                     "pass weights.to_fp8(), or leave fp8 out"
@@ -394,19 +396,19 @@ class ExpertWeights:
             )
 
 
-def _expected_tensors(
-    config: MoEConfig, stored: torch.dtype
+def _get_expected_tensors(
+    config: MoEConfig, weight_dtype: torch.dtype
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return each tensor's shape for one expert, and its dtype, for weights stored as `stored`."""
+    """Return each tensor's shape for one expert and its dtype, for weights of `weight_dtype`."""
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     inner, hidden = config.intermediate, config.hidden
     for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
-        if stored == MXFP4:
-            tensors[name] = (rows // UNIT_N, columns // UNIT_K, UNIT_BYTES), stored
+        if weight_dtype == MXFP4:
+            tensors[name] = (rows // UNIT_N, columns // UNIT_K, UNIT_BYTES), weight_dtype
             tensors[f"{name}_scale"] = (rows,), torch.float32
         else:
-            tensors[name] = (rows, columns), stored
-        if stored == FP8:
+            tensors[name] = (rows, columns), weight_dtype
+        if weight_dtype == FP8:
             blocks = rows // FP8_BLOCK, columns // FP8_BLOCK
             tensors[f"{name}_scale"] = blocks, torch.float32
         if config.biased:

@@ -19,15 +19,15 @@ AUTO = "auto"
 MODES = ("throughput", "low_latency")
 OVERLAPS = ("none", "shared_expert", "gemm_push")
 
-# Largest max_tokens for which mode="auto" selects low latency. On 1 and 2 x H100 it takes 0 to 3 %
+# Maximum max_tokens for which mode="auto" selects low latency. On 1 and 2 x H100 it takes 0 to 3 %
 # less time than throughput at 8 to 64 tokens per rank, never more than 0.5 % more (DeepSeek-V3,
 # -V4-Flash and -V4-Pro in FP8, 2026-11-27). At 128 tokens it is up to 1.2 % slower on one GPU, at
 # 512 up to 4 %, and its memory grows with the tokens of all ranks.
 LOW_LATENCY_MAX_TOKENS = 64
-# Largest max_tokens for which overlap="auto" selects gemm_push. It is the fastest, or within 0.3 %
+# Maximum max_tokens for which overlap="auto" selects gemm_push. It is the fastest, or within 0.3 %
 # of the fastest, at all of 46 points (DeepSeek-V3, GLM-4.5-Air, gpt-oss-120b, Qwen3-30B-A3B in FP8
 # and bf16, 2 and 4 x H200, 2026-11-21 and 2026-11-22). Larger sizes were not measured: there, a
-# slot for every expert of a token takes much memory.
+# slot for every expert of a token needs much memory.
 GEMM_PUSH_MAX_TOKENS = {"throughput": 1024, "low_latency": 512}
 # The same for one rank. Nothing crosses NVLink, and gemm_push takes 5 % more time than "none" at
 # 512 and 1024 tokens of DeepSeek-V3, 2 to 3 % less at 8 and 64 (1 x H200, 2026-11-23).

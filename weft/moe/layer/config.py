@@ -111,7 +111,7 @@ class MemoryQuery(LayerOptions):
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """How a rank runs the layer. Equal on all ranks except for the GEMM.
+    """Execution plan of a layer on one rank. Only the GEMM may differ between ranks.
 
     Attributes:
         mode: "throughput" or "low_latency".

@@ -81,12 +81,12 @@ class MoE:
         max_rows: Rows for this rank's experts, as in ExpertGroups. Default: the worst case.
         expert_map: Rank of each expert. Default: contiguous blocks.
         replicas: Placement with more physical than logical experts (EPLB), from `balance`. Calls
-            then take logical ids. `relocate` changes the placement.
+            then accept logical ids. `relocate` changes the placement.
         missing: Behaviour after a recovery if no living rank holds some experts. "error": calls
             raise ExpertsLost until `relocate` restores them. "drop": their ids are dropped.
-        fp8: Send tokens as FP8 and take weights in FP8 with scales (`ExpertWeights.to_fp8`) or
+        fp8: Send tokens as FP8 and use weights in FP8 with scales (`ExpertWeights.to_fp8`) or
             MXFP4 (`ExpertWeights.to_mxfp4`, on Hopper and CPUs).
-        quantize: As in AllToAll. Rows are widened before the GEMMs unless fp8 is set.
+        quantize: As in AllToAll. Rows are dequantized before the GEMMs unless fp8 is set.
         combine_dtype: As in AllToAll. Excludes overlap="gemm_push".
         timeout: Seconds that a wait for a peer may take.
         first_timeout: Seconds that a wait in the first round may take.
@@ -521,7 +521,7 @@ class MoE:
             return local
 
         self._weights = group.run_collective(check_and_prepare, action="loading an MoE layer")
-        placement = weakref.ref(self._placement)  # the group keeps the callback
+        placement = weakref.ref(self._placement)  # the group holds the callback
         group.record(
             lambda messages: messages.check_equal(
                 _build_placement_manifest(placement()), "the placement of experts"

@@ -173,7 +173,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
 
     @abstractmethod
     def run_experts(self, weights: ExpertWeights, received: Rows) -> torch.Tensor | None:
-        """Run the experts; return their results if combine takes them as a tensor, else None."""
+        """Run the experts; return their results if combine needs them as a tensor, else None."""
 
     def begin(self, call: str) -> None:
         """Begin a call; `end` must follow.

@@ -83,7 +83,7 @@ class StatelessKernel(threading.local):
         self.args, self._build_source = args, build_source
         self._launchers: dict[tuple[int, str], Launcher] = {}
 
-    def source(self, rule: str = "") -> str:
+    def get_source(self, rule: str = "") -> str:
         """Return the source of a rule's entry, with assertions on the layout of its arguments."""
         return self._build_source(rule) + static_asserts((self.args,))
 
@@ -115,7 +115,7 @@ class StatelessKernel(threading.local):
                 "call it once before capturing, for example with zero tokens"
             )
         with loading_context(torch.cuda.current_device()):
-            source, arch = self.source(rule), current_arch()
+            source, arch = self.get_source(rule), current_arch()
             cubin = compile_cubin(source, name=self.name, arch=arch, options=CUDA_OPTIONS)
             module = CudaModule(cubin, name=self.name, permanent=True)
             return Launcher(module.function(self.name), self.args, use_pdl=True)
