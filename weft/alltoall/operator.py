@@ -508,43 +508,45 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         self.traced_tokens, self._traced_rows = 0, self.max_tokens
 
     def _write_contents(self, header: ctypes.Structure) -> None:
-        shape, at, heap = self.config.shape, self.config.offsets, self.heap
+        shape, offsets, heap = self.config.shape, self.config.offsets, self.heap
         header.source_rows = shape.tokens
-        words = at.route_bytes // 4
+        words = offsets.route_bytes // 4
         flags = header_bytes(shape.ranks)
-        heap.tensor((at.route - flags,), torch.uint8, offset=flags).zero_()
-        routes = heap.tensor((shape.ranks * shape.tokens, words), torch.int32, offset=at.route)
+        heap.tensor((offsets.route - flags,), torch.uint8, offset=flags).zero_()
+        routes = heap.tensor((shape.ranks * shape.tokens, words), torch.int32, offset=offsets.route)
         routes[:, : shape.padded_top_k].fill_(-1)
         if shape.stats:
             size = (shape.ranks, shape.stats)
-            heap.tensor(size, torch.int32, offset=at.stats).zero_()
+            heap.tensor(size, torch.int32, offset=offsets.stats).zero_()
         if shape.combine == "push_fp8":  # sentinels: a word of all ones has not arrived
             returned = (shape.returned_rows * shape.returned_bytes,)
-            heap.tensor(returned, torch.uint8, offset=at.returned).fill_(0xFF)
+            heap.tensor(returned, torch.uint8, offset=offsets.returned).fill_(0xFF)
 
     def _make_views(self) -> None:
         config, heap = self.config, self.heap
-        shape, at = config.shape, config.offsets
-        slots, words = (shape.ranks, shape.tokens), at.route_bytes // 4
+        shape, offsets = config.shape, config.offsets
+        slots, words = (shape.ranks, shape.tokens), offsets.route_bytes // 4
         stride = (shape.tokens * words, words, 1)
-        ids = heap.tensor((*slots, shape.top_k), torch.int32, offset=at.route, stride=stride)
+        ids = heap.tensor((*slots, shape.top_k), torch.int32, offset=offsets.route, stride=stride)
         weights = heap.tensor(
             (*slots, shape.top_k),
             torch.float32,
-            offset=at.route + 4 * shape.padded_top_k,
+            offset=offsets.route + 4 * shape.padded_top_k,
             stride=stride,
         )
         planes = tuple(
-            _plane_view(heap, slots, payload, offset, pitch)
-            for payload, offset, pitch in zip(config.payloads, at.planes, at.pitches, strict=True)
+            _create_plane_view(heap, slots, payload, offset, pitch)
+            for payload, offset, pitch in zip(
+                config.payloads, offsets.planes, offsets.pitches, strict=True
+            )
         )
-        counts = heap.tensor((shape.ranks,), torch.int32, offset=at.counts)
+        counts = heap.tensor((shape.ranks,), torch.int32, offset=offsets.counts)
         size = (shape.ranks, shape.stats)
-        stats = heap.tensor(size, torch.int32, offset=at.stats) if shape.stats else None
+        stats = heap.tensor(size, torch.int32, offset=offsets.stats) if shape.stats else None
         # With gemm_push, kernels store rows directly at the owners, and there is no outbox.
         sources = 0 if shape.combine == "gemm_push" else shape.ranks
         rows = (sources, shape.tokens, shape.hidden)
-        self.output_buffer = heap.tensor(rows, config.dtype, offset=at.outbox)
+        self.output_buffer = heap.tensor(rows, config.dtype, offset=offsets.outbox)
         self._set_views(Received(planes, ids, weights, counts, stats))
 
     def _set_views(self, received: Received) -> None:
@@ -568,7 +570,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         del self._full_views, self.output_buffer
 
 
-def _plane_view(
+def _create_plane_view(
     heap: Heap, slots: tuple[int, int], payload: Payload, offset: int, pitch: int
 ) -> torch.Tensor:
     """Return the view of one payload plane, whose rows are padded to 16-byte vectors."""

@@ -210,7 +210,7 @@ class Rail:
         return received
 
     def get_received_rows(self, rows: int, result: int) -> ReceivedRows:
-        """Return the ids and weights of the latest receive of a result.
+        """Return the rows of the latest `receive` with this result index.
 
         Args:
             rows: As in `receive`.

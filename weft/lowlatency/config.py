@@ -284,7 +284,7 @@ class LowLatencyOffsets:
         return [
             (f"sizeof(weft::{share})", self.share_bytes),
             (f"{cpp_offset(share, 'inbox.rows')} + S.sent_bytes()", self.back),
-            *((cpp_offset(share, member), at) for member, at in members.items()),
+            *((cpp_offset(share, member), offset) for member, offset in members.items()),
         ]
 
 

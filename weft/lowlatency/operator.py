@@ -497,17 +497,17 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         combine is in flight. The choice depends on the order of calls alone, so all ranks drop the
         same result.
         """
-        slots = len(self.result_buffers)
-        for i in range(slots):
-            index = (self._number + i) % slots
+        num_buffers = len(self.result_buffers)
+        for i in range(num_buffers):
+            index = (self._number + i) % num_buffers
             if self.result_buffers[index].handle is None:
                 return index
         oldest = min(self._live_handles, key=lambda handle: handle.number)
         if self._allow_handle_reuse and oldest is not self._returned_handle:
             return oldest.slot
         raise OutOfOrder(
-            f"{entry} while {slots} results are alive, the oldest of dispatch {oldest.number}: "
-            "combine one first"
+            f"{entry} while {num_buffers} results are alive, the oldest of dispatch "
+            f"{oldest.number}: combine one first"
         )
 
     def _check_results(self, y: torch.Tensor | None, buffer: ResultBuffer) -> None:
@@ -575,11 +575,13 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
             buffer.reset()
 
     def _write_contents(self, header: ctypes.Structure) -> None:
-        at, heap = self.config.offsets, self.heap
-        heap.tensor((at.tokens - at.progress,), torch.uint8, offset=at.progress).zero_()
-        sentinels = (at.share_bytes - at.tokens,)
-        heap.tensor(sentinels, torch.uint8, offset=at.tokens).fill_(0xFF)
-        heap.tensor((4,), torch.int64, offset=at.progress).fill_(header.first_epoch)
+        offsets, heap = self.config.offsets, self.heap
+        heap.tensor(
+            (offsets.tokens - offsets.progress,), torch.uint8, offset=offsets.progress
+        ).zero_()
+        sentinels = (offsets.share_bytes - offsets.tokens,)
+        heap.tensor(sentinels, torch.uint8, offset=offsets.tokens).fill_(0xFF)
+        heap.tensor((4,), torch.int64, offset=offsets.progress).fill_(header.first_epoch)
 
     def _make_views(self) -> None:
         config, heap, device = self.config, self.heap, self.group.device

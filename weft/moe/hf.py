@@ -65,14 +65,14 @@ class ConfigFields:
         self._values, self._where, self._family = values, where, family
         self._read: set[str] = set()
 
-    def _value(self, name: str) -> Any:
+    def _get_value(self, name: str) -> Any:
         self._read.add(name)
         return self._values.get(name)
 
     def get(self, *names: str) -> Any:
         """Return the first of these fields that is present. Raises InvalidArgument if none is."""
         for name in names:
-            value = self._value(name)
+            value = self._get_value(name)
             if value is not None:
                 return value
         raise InvalidArgument(
@@ -80,23 +80,23 @@ class ConfigFields:
             f"{self._family!r} needs: add it"
         )
 
-    def get_int(self, *names: str, least: int = 1) -> int:
+    def get_int(self, *names: str, minimum: int = 1) -> int:
         """Return an integer field."""
-        return check_int(self._label(names[0]), self.get(*names), least)
+        return check_int(self._format_label(names[0]), self.get(*names), minimum)
 
     def get_float(self, name: str, default: float | None = None) -> float:
         """Return a numeric field, or `default` if it is missing."""
-        missing = default is not None and self._value(name) is None
-        return check_float(self._label(name), default if missing else self.get(name))
+        missing = default is not None and self._get_value(name) is None
+        return check_float(self._format_label(name), default if missing else self.get(name))
 
     def has(self, name: str) -> bool:
         """Whether the field is present."""
-        return self._value(name) is not None
+        return self._get_value(name) is not None
 
     def get_bool(self, *names: str) -> bool:
         """Return a boolean field."""
         value = self.get(*names)
-        check_bools(**{self._label(names[0]): value})
+        check_bools(**{self._format_label(names[0]): value})
         return bool(value)
 
     def get_choice(self, name: str, *allowed: str) -> str:
@@ -104,7 +104,7 @@ class ConfigFields:
         value = self.get(name)
         if value not in allowed:
             raise InvalidArgument(
-                f"{self._label(name)} is {format_value(value)}; for model_type "
+                f"{self._format_label(name)} is {format_value(value)}; for model_type "
                 f"{self._family!r} weft supports only {format_choices(allowed)}"
             )
         return str(value)
@@ -115,7 +115,7 @@ class ConfigFields:
         0, False and null count as missing.
         """
         for name, allowed in expected.items():
-            value = self._value(name)
+            value = self._get_value(name)
             if value and value != allowed:
                 self._raise_unsupported(
                     name, value, "without it" if allowed is None else f"with {allowed!r}"
@@ -136,11 +136,11 @@ class ConfigFields:
 
     def _raise_unsupported(self, name: str, value: object, condition: str) -> NoReturn:
         raise InvalidArgument(
-            f"{self._label(name)} is {format_value(value)}; weft supports model_type "
+            f"{self._format_label(name)} is {format_value(value)}; weft supports model_type "
             f"{self._family!r} only {condition}: write a MoEConfig by hand for other values"
         )
 
-    def _label(self, name: str) -> str:
+    def _format_label(self, name: str) -> str:
         return f"{name} in {self._where}"
 
 
@@ -197,12 +197,12 @@ def _read_config(config: object) -> tuple[Mapping[str, Any], str]:
 
 
 def _parse_deepseek(fields: ConfigFields, score: Score, *, grouped: bool) -> LayerKwargs:
-    """Return a layer with shared experts and a score correction; `grouped`: with expert groups."""
+    """Parse a config with shared experts and a score correction; `grouped`: with expert groups."""
     fields.require(scoring_func=score, topk_method="noaux_tc")
     intermediate = fields.get_int("moe_intermediate_size")
     return {
         "intermediate": intermediate,
-        "shared": intermediate * fields.get_int("n_shared_experts", least=0),
+        "shared": intermediate * fields.get_int("n_shared_experts", minimum=0),
         "routing": Routing(
             num_experts=fields.get_int("n_routed_experts", "num_local_experts"),
             top_k=fields.get_int("num_experts_per_tok"),
@@ -225,7 +225,7 @@ def _parse_deepseek_v3(fields: ConfigFields) -> LayerKwargs:
 
 
 def _parse_deepseek_v4(fields: ConfigFields) -> LayerKwargs:
-    """The first layers choose experts by token id; the engine calls `weft.moe.weigh` for them."""
+    """Parse a DeepSeek-V4 config. See `weft.moe.weigh` for layers with experts by token id."""
     fields.require(n_group=1, topk_group=1)
     layer = _parse_deepseek(fields, "sqrtsoftplus", grouped=False)
     return layer | {"gating": {"limit": fields.get_float("swiglu_limit")}}
@@ -241,7 +241,7 @@ def _parse_qwen3_moe(fields: ConfigFields) -> LayerKwargs:
 
 
 def _parse_mixtral(fields: ConfigFields) -> LayerKwargs:
-    """Mixtral always renormalises; its configs have no field for it."""
+    """Parse a Mixtral config, which always renormalises and has no field for it."""
     fields.require(scoring_func="softmax")
     return {
         "intermediate": fields.get_int("intermediate_size"),
@@ -253,15 +253,15 @@ def _parse_mixtral(fields: ConfigFields) -> LayerKwargs:
 
 
 def _parse_qwen3_next(fields: ConfigFields) -> LayerKwargs:
-    """The shared expert is a `GatedExpert`."""
+    """Parse a Qwen3-Next config. The shared expert is a `GatedExpert`."""
     layer = _parse_softmax_layer(fields, renormalise=fields.get_bool("norm_topk_prob"))
-    return layer | {"shared": fields.get_int("shared_expert_intermediate_size", least=0)}
+    return layer | {"shared": fields.get_int("shared_expert_intermediate_size", minimum=0)}
 
 
 def _parse_qwen3_5_moe(fields: ConfigFields) -> LayerKwargs:
-    """Like Qwen3-Next, but always renormalises: the config has no field for it."""
+    """Parse a Qwen3.5 config, which always renormalises and has no field for it."""
     layer = _parse_softmax_layer(fields, renormalise=True)
-    return layer | {"shared": fields.get_int("shared_expert_intermediate_size", least=0)}
+    return layer | {"shared": fields.get_int("shared_expert_intermediate_size", minimum=0)}
 
 
 def _parse_softmax_layer(fields: ConfigFields, *, renormalise: bool) -> LayerKwargs:
@@ -294,7 +294,7 @@ def _parse_gpt_oss(fields: ConfigFields) -> LayerKwargs:
 
 
 def _parse_kimi_linear(fields: ConfigFields) -> LayerKwargs:
-    """Kimi-Linear and Kimi-K3.
+    """Parse a config of Kimi-Linear or Kimi-K3.
 
     Kimi-K3's experts work on rows that the engine projects to a latent size. Its shared experts
     read the unprojected tokens, so the engine runs them.
@@ -325,7 +325,7 @@ def _parse_kimi_linear(fields: ConfigFields) -> LayerKwargs:
     if fields.has("routed_expert_hidden_size"):
         fields.ignore(*shared)
         return layer | {"hidden": fields.get_int("routed_expert_hidden_size")}
-    return layer | {"shared": intermediate * fields.get_int(*shared, least=0)}
+    return layer | {"shared": intermediate * fields.get_int(*shared, minimum=0)}
 
 
 def _parse_minimax_m2(fields: ConfigFields) -> LayerKwargs:

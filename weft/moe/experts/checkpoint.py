@@ -185,7 +185,7 @@ class LayerReader:
     def _read_matrix(
         self, expert: int, name: str, field: str, target_rows: slice, shape: tuple[int, int]
     ) -> Part:
-        """Read one separate matrix in any of the formats."""
+        """Read one matrix of a separately stored expert, in any format."""
         (rows, columns), stem = shape, f"{expert}.{name}"
         self._check_exclusive(stem, ("weight", "weight_packed"))
         self._check_exclusive(stem, SCALE_NAMES)
@@ -414,7 +414,7 @@ class LayerReader:
         )
 
     def _find_layout(self) -> Storage:
-        """Return how the experts are stored, according to the tensors' names."""
+        """Return the storage layout of the experts, according to the tensors' names."""
         biased = "gate_up_proj_bias" in self._names
         if biased != self._config.biased:
             actual = "biases" if biased else "no biases"

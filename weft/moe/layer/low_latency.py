@@ -59,17 +59,17 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         The next call overwrites the result.
         """
         check_instance(
-            "received", received, ExpertRows, "pass what dispatch of layer.exchange returned"
+            "received", received, ExpertRows, "pass the result of layer.exchange.dispatch"
         )
         late = self.side_stream.is_busy and self._tokens >= LATE_START_TOKENS
-        rows = self._rows_by_expert(received)
+        rows = self._build_rows_by_expert(received)
         self.experts.run_gate_up(weights, rows, tokens=self._tokens, early=not late)
         if received.dst_addr is not None:
             self.experts.run_push(weights)
             return None
         return self.experts.run_down(weights).view(*received.x.shape[:2], self.config.hidden)
 
-    def _rows_by_expert(self, received: ExpertRows) -> RowsByExpert:
+    def _build_rows_by_expert(self, received: ExpertRows) -> RowsByExpert:
         scales = () if received.scales is None else (received.scales,)
         rows: tuple[torch.Tensor, ...] = (received.x, *scales)
         if self._packed:

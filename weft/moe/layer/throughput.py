@@ -59,9 +59,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
 
     def run_experts(self, weights: ExpertWeights, received: Received) -> None:
         """Write each row's weighted sum over this rank's experts to the exchange's output."""
-        check_instance(
-            "received", received, Received, "pass what dispatch of layer.exchange returned"
-        )
+        check_instance("received", received, Received, "pass the result of layer.exchange.dispatch")
         self.experts.run_gate_up(weights, self._gather(received), tokens=self._tokens)
         self._groups.scatter(self.experts.run_down(weights))
 
