@@ -266,7 +266,7 @@ class Rank:
                 self.group.recover(suspects=suspects, timeout=RECOVER)
             except (ExpertsLost, CreationFailed) as error:
                 last = error
-                if "moving experts failed" not in str(error):
+                if "a relocation failed" not in str(error):
                     continue
             except BROKEN as error:
                 last = error

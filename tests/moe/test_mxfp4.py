@@ -131,9 +131,7 @@ def test_weights_are_rounded_to_four_bits_and_checked():
             replace(packed, **changes).check(config, EXPERTS, cpu, fp8=True)
     with pytest.raises(InvalidArgument, match="build the layer with fp8=True|has dtype"):
         packed.check(config, EXPERTS, cpu)
-    with pytest.raises(
-        InvalidArgument, match="layer's dtype is torch.float32; MXFP4 weights need"
-    ):
+    with pytest.raises(InvalidArgument, match="layer's dtype is torch.float32; MXFP4 weights need"):
         packed.check(replace(config, dtype=torch.float32), EXPERTS, cpu, fp8=True)
     with pytest.raises(InvalidArgument, match="torch.uint8 with scales; to_mxfp4 needs"):
         packed.to_mxfp4()
