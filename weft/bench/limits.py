@@ -39,7 +39,7 @@ def link_gb_per_s(ranks: int) -> float:
 def missing_floor_reason(gpus: list[str]) -> str | None:
     """Return the reason why no floor is known for these GPUs, or None if one is.
 
-    `gpus` are the ranks' GPU names, empty for CPU ranks, which need no explanation.
+    `gpus` are the names of the ranks' GPUs, empty for CPU ranks, for which the result is None.
     """
     unknown = sorted({name for name in gpus if name != GPU})
     if not unknown:

@@ -191,7 +191,7 @@ def generate_inputs(case: MoECase, tokens: int, rank: int) -> Inputs:
 
 
 class MoETrial(Trial):
-    """A dispatch and combine at one size, with experts that return their rows."""
+    """A dispatch and combine of one batch size with identity experts."""
 
     variant = "onesided"  # the only variant
 

@@ -71,7 +71,7 @@ def allow_during_capture(init: Init) -> Init:
 
 
 def records_creation(init: Init) -> Init:
-    """Decorate a constructor as `allow_during_capture`, and record it for ranks that join later."""
+    """Decorate a constructor: allow captures, and record it for ranks that join later."""
 
     @allow_during_capture
     @functools.wraps(init)

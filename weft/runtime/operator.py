@@ -829,7 +829,7 @@ CallerT = TypeVar("CallerT", bound=Caller)
 def exclusive_call(
     call_name: str,
 ) -> Callable[[Callable[Concatenate[CallerT, P], T]], Callable[Concatenate[CallerT, P], T]]:
-    """Decorate a method as a call of an operator, which excludes other calls and autocast."""
+    """Decorate an operator's method so that it runs without other calls and without autocast."""
 
     def decorate(
         method: Callable[Concatenate[CallerT, P], T],

@@ -23,10 +23,10 @@ class Parameters:
     __slots__ = ()
 
     @classmethod
-    def from_arguments(cls, arguments: Mapping[str, Any], **more: Any) -> Self:
-        """Select the parameters from the arguments of a constructor, and add `more`."""
+    def from_arguments(cls, arguments: Mapping[str, Any], **extra: Any) -> Self:
+        """Select the parameters from the arguments of a constructor, and add the fields in `extra`."""
         names = {field.name for field in fields(cls)} & arguments.keys()  # type: ignore[arg-type]
-        return cls(**{name: arguments[name] for name in names}, **more)
+        return cls(**{name: arguments[name] for name in names}, **extra)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,7 @@ def _call_mismatch(prefix: str, peer: int, peer_call: str, own_call: str) -> Geo
     """Build the exception for ranks whose calls differ; an unknown call has an empty text."""
     calls = f"rank {peer} called with {peer_call}; this rank with {own_call}"
     if not peer_call or not own_call:
-        calls = f"rank {peer} made another call than this rank"
+        calls = f"rank {peer} made a different call from this rank"
         calls += f", which called with {own_call}" if own_call else ""
     return GeometryMismatch(f"{prefix}: {calls}. {_SAME_CALLS}")
 
