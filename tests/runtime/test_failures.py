@@ -122,7 +122,7 @@ def test_another_geometry_is_detected_in_band(group: weft.Group, name: str) -> N
         op.round()
         if group.rank == 2:
             plan_fault(op.made, BEFORE_FLAG, LIE, peer=0)
-        text = "^rank 0, dispatch: rank 2 made another call than this rank, which called with"
+        text = "^rank 0, dispatch: rank 2 made a different call from this rank, which called with"
         with (
             contextlib.suppress(GroupError)
             if group.rank

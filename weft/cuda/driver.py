@@ -84,8 +84,8 @@ def relaxed_capture(device: torch.device | None = None) -> Iterator[None]:
 
     Waiting for captured work is an error in any mode. Synchronising the context
     (`torch.cuda.synchronize`), recording an event of the context, or using the default stream while
-    a stream that synchronises with it is captured invalidates the capture. No driver call reports whether any
-    capture is active. To know that the GPU has finished its work, free the memory of
+    a stream that synchronises with it is captured invalidates the capture. No driver call reports
+    whether any capture is active. To know that the GPU has finished its work, free the memory of
     `allocate_fence` or wait for streams of your own.
 
     Args:

@@ -541,11 +541,11 @@ class Group:
     def creation(
         self, *, is_workspace: bool = False, workspace: Creation | None = None
     ) -> AbstractContextManager[Creation]:
-        """Record the control messages of a constructor, to repeat them for a new process.
+        """Record the control messages of a constructor, so that a new process can replay them.
 
         Args:
-            is_workspace: The object is memory that several objects share. A new process creates it
-                with the first of them that is open.
+            is_workspace: Whether the object is memory that several objects share. A new process
+                creates this memory when it creates the first open object that uses it.
             workspace: Creation of the memory that the object shares.
         """
         return self._messages.creation(is_workspace=is_workspace, workspace=workspace)

@@ -24,7 +24,7 @@ class Parameters:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any], **extra: Any) -> Self:
-        """Select the parameters from the arguments of a constructor, and add the fields in `extra`."""
+        """Select the fields from a constructor's arguments, and add those in `extra`."""
         names = {field.name for field in fields(cls)} & arguments.keys()  # type: ignore[arg-type]
         return cls(**{name: arguments[name] for name in names}, **extra)
 
