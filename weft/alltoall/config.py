@@ -182,7 +182,7 @@ class AllToAllSpec(ExchangeSpec):
 
 @dataclass(frozen=True, slots=True)
 class AllToAllConfig(HostsConfig):
-    """Sizes and options that must be equal on all ranks, and what follows from them.
+    """Checked arguments of an all-to-all, and the sizes that follow from them.
 
     Attributes:
         shape: Sizes that are compiled into the kernels.

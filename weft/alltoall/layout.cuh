@@ -158,7 +158,7 @@ struct CombineArgs {
     void* out;
     const void* add;  // [tokens, hidden], added after the sum; null means none
     u32 tokens;
-    u32 pushers;      // push_fp8: CTAs that push rows; others sum them meanwhile
+    u32 pushers;      // push_fp8: CTAs that push rows while the others sum them
     u32 strips;       // push_fp8: strips of a row that one warp pushes
     u32 source_rows;  // as in the dispatch
 };

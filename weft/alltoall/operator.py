@@ -386,7 +386,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         self._set_state(State.RETURNED)
 
     @internal
-    def source_rows(self) -> int:
+    def get_source_rows(self) -> int:
         """Return the slots of each rank of this host in this round: `rows` for each host."""
         return self._rows * self.config.hosts
 

@@ -28,8 +28,8 @@ WEFT_FN i32 expert_id(const DispatchArgs& a, i64 id, u32 token, u32 k, bool repo
     return -1;
 }
 
-// The location of the expert of a valid id. For an expert on a rank that is gone, the id becomes -1
-// and is reported.
+// The location of the expert of a valid id. For an expert on a rank that has exited, the id becomes
+// -1 and is reported.
 template <Shape S>
 WEFT_FN ExpertLocation living_location(const DispatchArgs& a, RankSet living, i32& id, u32 token,
                                        u32 k, bool reports) {
@@ -40,8 +40,8 @@ WEFT_FN ExpertLocation living_location(const DispatchArgs& a, RankSet living, i3
     return location;
 }
 
-// The Route of one of this rank's tokens at a peer. For a peer that is gone it is the peer's slot
-// at this rank: those slots must hold no experts either when `source_rows` moves them.
+// The Route of one of this rank's tokens at a peer. For a peer that has exited it is the peer's
+// slot at this rank: those slots must hold no experts either when `source_rows` moves them.
 template <Shape S>
 WEFT_FN Route<S>& route_at(const DispatchArgs& a, RankSet living, u32 peer, u32 token) {
     const bool alive = has(living, peer);

@@ -188,7 +188,7 @@ class RowGroups:
                 f"received.ids is at {actual:#x}, but the ids of this all-to-all are at "
                 f"{expected:#x}: pass the result of its own dispatch, not a copy"
             )
-        self._args.source_rows = self._a2a.source_rows()
+        self._args.source_rows = self._a2a.get_source_rows()
         if not self._buffers.rows:
             for plane, rows in enumerate(into):
                 self._args.rows[plane] = rows.data_ptr()

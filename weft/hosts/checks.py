@@ -73,10 +73,10 @@ class InputErrorRecorder:
         for origin, (total, code, value, position) in enumerate(self._host_records.tolist()):
             count, self._num_read[origin] = total - self._num_read[origin], total
             if count:
-                return self._error(origin, code, value, position), count
+                return self._build_record(origin, code, value, position), count
         return None
 
-    def _error(self, origin: int, code: int, value: int, position: int) -> ErrorRecord:
+    def _build_record(self, origin: int, code: int, value: int, position: int) -> ErrorRecord:
         group, num_experts = self._group, self._num_experts
         record = ErrorRecord(code=code, rank=group.rank, observed=value & (1 << 64) - 1)
         index, rows = divmod(position, 1 << 32)

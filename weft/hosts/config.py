@@ -62,7 +62,7 @@ class HostSpan:
 
     @property
     def local_ids(self) -> tuple[int, ...]:
-        """Id on this host of each global id; -1 for experts of other hosts."""
+        """Local id of each expert on this host; -1 for experts of other hosts."""
         local_ids = {expert: local_id for local_id, expert in enumerate(self.experts)}
         return tuple(local_ids.get(expert, -1) for expert in range(len(self.placement.ranks)))
 

@@ -82,7 +82,7 @@ WEFT_FN void compare_dispatch_ids(const Block& team, const LowLatencyCombineArgs
     if constexpr (first + warp_lanes < S.ranks)
         compare_dispatch_ids<S, part, first + warp_lanes>(team, a, state, epoch);
     const u32 peer = first + team.warp_lane();
-    if (S.gemm_push || !state.serves<S>(peer)) return;
+    if (S.gemm_push || !state.is_living_peer<S>(peer)) return;
     if (part != PhasePart::recv && team.warp() == 2 &&
         await_credit<S>(a.site, state.progress, Phase::combine, peer))
         send_dispatch_id<S>(a, epoch, peer);

@@ -303,7 +303,7 @@ class LowLatencySpec(ExchangeSpec):
 
 @dataclass(frozen=True, slots=True)
 class LowLatencyConfig(HostsConfig):
-    """Sizes and options that must be equal on all ranks, and what follows from them."""
+    """Checked arguments of a low-latency all-to-all, and the sizes that follow from them."""
 
     shape: LowLatencyShape
     offsets: LowLatencyOffsets

@@ -146,7 +146,7 @@ WEFT_FN void check_dispatch_begun(const Block& team, const LowLatencyDispatchArg
                                   const RankState& state, u64 epoch) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 peer = team.lane();
-    if (state.serves<S>(peer) &&
+    if (state.is_living_peer<S>(peer) &&
         await_flag(own.header, a.site, &own.inbox.dispatch_begun[peer], peer, Phase::dispatch,
                    u32(a.call.hash) & flag_mask, epoch))
         mark_arrived(team, own.header, Phase::dispatch, epoch, peer);
@@ -160,7 +160,8 @@ WEFT_FN void await_combine_credits(const Block& team, const LowLatencyDispatchAr
                                    const RankState& state) {
     const u32 lane =
         team.lane() - warp_lanes;  // the second warp: the first one reads dispatch begun
-    if (state.serves<S>(lane)) await_credit<S>(a.site, state.progress, Phase::combine, lane);
+    if (state.is_living_peer<S>(lane))
+        await_credit<S>(a.site, state.progress, Phase::combine, lane);
 }
 
 // Checks whether this CTA has work and sets `idle` if not; false when a wait has failed. The number
@@ -175,7 +176,7 @@ WEFT_FN bool find_work(const Block& team, const LowLatencyDispatchArgs& a, const
     if (token < a.tokens) return true;
     u32 tokens = 0;
     bool arrived = true;
-    if (state.serves<S>(peer))
+    if (state.is_living_peer<S>(peer))
         arrived = await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[peer], peer,
                                epoch, tokens);
     idle = !team.any(token < clamp_tokens<S>(tokens));

@@ -155,7 +155,7 @@ def plan_launch(
 
 
 def load_kernels(device: torch.device, shape: LowLatencyShape, build: Build) -> Kernels:
-    """Compile and load the operations of a shape for one rank's device.
+    """Compile and load the kernels of a shape for one rank's device.
 
     Raises:
         InvalidArgument: split_phase with combine="gemm_push".

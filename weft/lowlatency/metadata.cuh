@@ -59,7 +59,7 @@ WEFT_FN void send_metadata(const Block& team, const LowLatencyDispatchArgs& a,
                            const RankState& state, u64 epoch, u32 chunk,
                            const MetadataScratch<S>& scratch) {
     Header& header = own_share<S>(a.site).header;
-    const bool announces = chunk == 0 && state.serves<S>(team.lane());
+    const bool announces = chunk == 0 && state.is_living_peer<S>(team.lane());
     Action planned = Action::drop;
     if (announces) planned = send_token_count<S>(a, epoch, team.lane());
     for (u32 expert = team.lane(); expert < S.experts; expert += team.lanes()) {

@@ -30,8 +30,8 @@ struct RankState {
     template <LowLatencyShape S> WEFT_FN static RankState read(const LowLatencyShare<S>& own) {
         return {own.progress, own.header.state.failed, own.header.generation, own.header.living};
     }
-    // Whether this lane has a peer, and the peer is living.
-    template <LowLatencyShape S> WEFT_FN bool serves(u32 peer) const {
+    // Whether `peer` is a rank, and it is living.
+    template <LowLatencyShape S> WEFT_FN bool is_living_peer(u32 peer) const {
         return peer < S.ranks && has(living, peer);
     }
 
@@ -44,7 +44,7 @@ struct RankState {
             ok = may_start<S, first + warp_lanes>(team, site, phase, stores);
         // The last warp waits: in a metadata CTA of a small batch it has nothing else to wait for.
         const u32 before = team.lanes() - warp_lanes;
-        if (stores && team.lane() >= before && serves<S>(team.lane() - before + first)) {
+        if (stores && team.lane() >= before && is_living_peer<S>(team.lane() - before + first)) {
             const u32 peer = team.lane() - before + first;
             const u64 seen = load_acquire(credit_of<S>(site, phase, peer));
             // Usually the credit has arrived, and it is exactly this one.

@@ -51,9 +51,9 @@ WEFT_FN bool await_first_mask(const LowLatencyDispatchArgs& a, u64 epoch, u32 so
     }
 }
 
-// Reads one source's masks of one of this rank's experts; a source that is gone has sent none. The
-// first entry gets the number of rows, the others their first row among the source's rows. Called
-// by one thread; false when a wait has failed.
+// Reads one source's masks of one of this rank's experts; a source that has exited has sent none.
+// The first entry gets the number of rows, the others their first row among the source's rows.
+// Called by one thread; false when a wait has failed.
 template <LowLatencyShape S>
 WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, RankSet living, u64 epoch, u32 source,
                          u32 e, ReceiveScratch<S>& scratch) {

@@ -186,7 +186,7 @@ def combine(
             mask = is_on_host.to(topk_ids.device)[mask_invalid_ids(topk_ids, len(placement.ranks))]
             ids = torch.where(mask, topk_ids, -1)
             part = combine(rows, ids, topk_weights, placement, **options)  # type: ignore[arg-type]
-            parts.append(_round_trip(part, combine_dtype))
+            parts.append(_apply_transfer_rounding(part, combine_dtype))
         all_rows = [torch.ones(len(rows), dtype=torch.bool, device=rows.device)] * len(parts)
         return add_hosts(parts, all_rows, add=add, dtype=rows.dtype)
     ids = mask_invalid_ids(topk_ids, len(placement.ranks))
@@ -199,7 +199,7 @@ def combine(
     total = torch.zeros((tokens, rows.shape[2]), dtype=torch.float32, device=rows.device)
     if reduce == "receiver":
         for k in range(top_k):
-            row = _round_trip(rows[:, k], combine_dtype)
+            row = _apply_transfer_rounding(rows[:, k], combine_dtype)
             valid = (ids[:, k] >= 0)[:, None]
             total = torch.where(valid, total + weights[:, k : k + 1] * row, total)
     else:
@@ -212,7 +212,9 @@ def combine(
             if combine_dtype != "fp8":
                 part = part.to(rows.dtype)
             has_rows = (owner == rank).any(dim=1)[:, None]
-            total = torch.where(has_rows, total + _round_trip(part, combine_dtype), total)
+            total = torch.where(
+                has_rows, total + _apply_transfer_rounding(part, combine_dtype), total
+            )
     if add is not None:
         total = total + add.float()
     return total.to(rows.dtype)
@@ -228,6 +230,6 @@ def unpack_scales(scales: torch.Tensor, blocks: int) -> torch.Tensor:
     return scale_bytes.to(torch.uint8).view(torch.float8_e8m0fnu).float()
 
 
-def _round_trip(rows: torch.Tensor, combine_dtype: str | None) -> torch.Tensor:
+def _apply_transfer_rounding(rows: torch.Tensor, combine_dtype: str | None) -> torch.Tensor:
     """Return rows as float32 as they arrive at their owner."""
     return dequantize(*quantize(rows, "fp8")) if combine_dtype == "fp8" else rows.float()

@@ -25,7 +25,7 @@ _SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class DeclaredFormat:
-    """The experts' format that config.json declares.
+    """Format of the experts that config.json declares.
 
     Attributes:
         source: Path of config.json, for errors; "" without one.

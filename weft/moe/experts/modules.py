@@ -40,8 +40,8 @@ class Expert(nn.Module):
         _check_expert(gate_up, down, gate_up_bias, down_bias)
         self.gate_up = nn.Parameter(gate_up, requires_grad=False)
         self.down = nn.Parameter(down, requires_grad=False)
-        self.gate_up_bias = _frozen_parameter(gate_up_bias)
-        self.down_bias = _frozen_parameter(down_bias)
+        self.gate_up_bias = _create_frozen_parameter(gate_up_bias)
+        self.down_bias = _create_frozen_parameter(down_bias)
         self.gating = gating
 
     @classmethod
@@ -144,5 +144,5 @@ def _check_expert(
             )
 
 
-def _frozen_parameter(tensor: torch.Tensor | None) -> nn.Parameter | None:
+def _create_frozen_parameter(tensor: torch.Tensor | None) -> nn.Parameter | None:
     return None if tensor is None else nn.Parameter(tensor, requires_grad=False)

@@ -57,7 +57,7 @@ def quantize_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def convert_to_fp8(
     values: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert a stored matrix to FP8 with one scale per 128 x 128.
+    """Convert a stored matrix to FP8 with one scale per 128 x 128 block.
 
     If the scales within such a block differ by powers of two (MXFP8, or one scale per matrix), the
     block uses the largest one. Values below 2^-6 of it are rounded to multiples of 2^-9 of it, and
@@ -81,10 +81,10 @@ def convert_to_fp8(
     return q[0], q_scale[0]
 
 
-def mxfp4_to_fp8(
+def convert_mxfp4_to_fp8(
     values: torch.Tensor, scale: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert MXFP4 `[rows, columns / 2]` to FP8 with a power-of-two scale per 128 x 128.
+    """Convert MXFP4 `[rows, columns / 2]` to FP8, with power-of-two scales per 128 x 128 block.
 
     The scale maps a block's highest power to 2^6: every E2M1 value times 2^6 is an E4M3 value.
     """

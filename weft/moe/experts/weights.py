@@ -27,7 +27,12 @@ from weft.gemm.mxfp4 import (
 from weft.group.hosts import resolve_device
 from weft.moe.experts.checkpoint import MAX_LAYER, Part, open_layer
 from weft.moe.experts.modules import Expert
-from weft.moe.experts.quantize import convert_to_fp8, expand_scales, mxfp4_to_fp8, quantize_blocks
+from weft.moe.experts.quantize import (
+    convert_mxfp4_to_fp8,
+    convert_to_fp8,
+    expand_scales,
+    quantize_blocks,
+)
 from weft.moe.models import MoEConfig
 from weft.runtime.ambient import disable_autocast
 from weft.runtime.check import check_tensor
@@ -319,7 +324,7 @@ class ExpertWeights:
             values, scale = dequantize_mxfp4(values, scale), None
         if target.dtype == FP8:
             if values.dtype == MXFP4 and scale is not None:
-                q, q_scale = mxfp4_to_fp8(values, scale, part.name)
+                q, q_scale = convert_mxfp4_to_fp8(values, scale, part.name)
             else:
                 q, q_scale = convert_to_fp8(values, scale, part.block)
             blocks = slice(part.rows.start // FP8_BLOCK, part.rows.stop // FP8_BLOCK)

@@ -82,12 +82,12 @@ class LayerOptions(RunOptions):
                 "replicas by host yet: leave them out, or pass expert_map"
             )
 
-    def num_physical_experts(self, config: MoEConfig) -> int:
+    def count_physical_experts(self, config: MoEConfig) -> int:
         """Return the number of physical experts over all ranks, the range of dispatch's ids."""
         replicas = self.replicas
         return config.routing.num_experts if replicas is None else len(replicas.logical)
 
-    def run_options(self) -> dict[str, Any]:
+    def get_run_options(self) -> dict[str, Any]:
         """Return the options that the layer passes on to its all-to-all unchanged."""
         return {option.name: getattr(self, option.name) for option in fields(RunOptions)}
 
@@ -184,7 +184,7 @@ def build_plan(options: LayerOptions, config: MoEConfig, device: torch.device) -
             "overlap='gemm_push' needs a GEMM that stores rows at their owners, but gemm is "
             f"{gemm!r}: use gemm='grouped'"
         )
-    experts = options.num_physical_experts(config)  # upper bound for one rank
+    experts = options.count_physical_experts(config)  # upper bound for one rank
     if low_latency and not supports_flag_in_data(config, experts, fp8=options.fp8, device=device):
         raise InvalidArgument(
             "overlap='gemm_push' with mode='low_latency' needs the Hopper GEMM, which does not "
@@ -202,7 +202,7 @@ def build_exchange_kwargs(
         "max_tokens": options.max_tokens,
         "hidden": config.hidden,
         "top_k": config.routing.top_k,
-        "num_experts": options.num_physical_experts(config),
+        "num_experts": options.count_physical_experts(config),
         "dtype": config.dtype,
         "expert_map": options.expert_map,
         "quantize": plan.quantize,

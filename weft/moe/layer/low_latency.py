@@ -79,7 +79,7 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
 
     def _create_exchange(self) -> LowLatencyAllToAll:
         sizes = build_exchange_kwargs(self.config, self.options, self.plan)
-        return LowLatencyAllToAll(self.group, **sizes, **self.options.run_options())
+        return LowLatencyAllToAll(self.group, **sizes, **self.options.get_run_options())
 
     def _allocate_rows(self) -> tuple[int, ...]:
         self._packed = uses_packed_rows(self.plan, self.group.device)

@@ -75,7 +75,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
     def _create_exchange(self) -> AllToAll:
         sizes = build_exchange_kwargs(self.config, self.options, self.plan)
         # ExpertGroups.send replaces the sending half of combine, so combine must be split.
-        return AllToAll(self.group, **sizes, **self.options.run_options(), split_phase=True)
+        return AllToAll(self.group, **sizes, **self.options.get_run_options(), split_phase=True)
 
     def _allocate_rows(self) -> tuple[int, ...]:
         self._groups = ExpertGroups(

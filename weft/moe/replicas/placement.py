@@ -232,7 +232,7 @@ def _count_replicas(loads: list[float], ranks: int, replicas: int) -> list[int]:
 
 
 def _pack(load_per_replica: list[float], counts: list[int], ranks: int) -> list[set[int]]:
-    """Return each rank's experts, equally many per rank, by longest-processing-time-first."""
+    """Assign experts to ranks, equally many to each, by longest processing time first."""
     per_rank = sum(counts) // ranks
     by_rank: list[set[int]] = [set() for _ in range(ranks)]
     loads = [0.0] * ranks
