@@ -104,7 +104,7 @@ MOE, LOW, REDUCE, LAYER = (["bench", name] for name in ("moe", "lowlatency", "al
         ("moe --ranks 99", "ranks is 99"),
         ("moe --ranks -1", "--ranks"),
         ("moe --dtype fp64", "'fp64': choose one of bf16, fp16, fp32"),
-        ("moe --plot pair.txt", "its suffix chooses the format"),
+        ("moe --plot pair.txt", "its suffix selects the format"),
         ("moe --plot -", "only --json writes to stdout"),
         ("moe --trace -", "only --json writes to stdout"),
         (f"moe --json {__file__}/all.json", "cannot write"),
@@ -122,7 +122,7 @@ MOE, LOW, REDUCE, LAYER = (["bench", name] for name in ("moe", "lowlatency", "al
         ("layer --combine-dtype mail", "'mail': choose one of"),
         ("layer --gemm tile", "'tile': choose one of auto, grouped"),
         ("moe --plot p.png", "[plot]'"),
-        ("moe --device cuda", "sees no GPU"),
+        ("moe --device cuda", "finds no GPU"),
     ],
 )
 def test_refusals_come_before_any_rank(weft_command, monkeypatch, command, text):
@@ -200,9 +200,9 @@ def test_help_names_options_and_choices(weft_command):
 
 
 def test_choices_are_completed():
-    from weft.cli.options import choice
+    from weft.cli.options import choice_option
 
-    one = choice(("fp8", "fp16", "bf16"), "{}").autocompletion
+    one = choice_option(("fp8", "fp16", "bf16"), "{}").autocompletion
     assert one("fp") == ["fp8", "fp16"]
-    several = choice(("none", "norm"), "{}", several=True).autocompletion
+    several = choice_option(("none", "norm"), "{}", several=True).autocompletion
     assert several("none,no") == ["none,none", "none,norm"]

@@ -20,26 +20,26 @@ def _answers(texts: list[str]) -> demo.Answers:
     return demo.Answers(texts, tokens=10, seconds=2.0)
 
 
-def _verdict() -> demo.Verdict:
+def _verdict() -> demo.DemoResult:
     """Return a verdict on three questions, all answered correctly by two ranks."""
     texts = [" " + each.answer for each in ASKED[:3]]
     ranks = [_answers(texts[::2]), _answers(texts[1::2])]
-    return demo.Verdict(ASKED[:3], _answers(texts), ranks)
+    return demo.DemoResult(ASKED[:3], _answers(texts), ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_ranks_answer_as_one_process_does(hosts):
     verdict = demo.run(2, "cpu", 5, hosts=hosts)
-    assert verdict.alone.texts == [" " + each.answer + "\n" for each in ASKED[:5]]
-    assert verdict.texts == verdict.alone.texts
+    assert verdict.single_process.texts == [" " + each.answer + "\n" for each in ASKED[:5]]
+    assert verdict.texts == verdict.single_process.texts
     assert [len(each.texts) for each in verdict.ranks] == [3, 2]
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--hosts 2 --ranks 4 --kill 1", "leave one of the two out"),
+        ("--hosts 2 --ranks 4 --kill 1", "remove one of the two"),
         ("--hosts 3 --ranks 4", "--hosts is 3 with 4 ranks"),
         ("--hosts 5 --ranks 4", "hosts is 5"),
         *((f"--ranks {n}", f"runs on 2 or 4 ranks; --ranks is {n}, ") for n in (0, 1, 3, -1)),
@@ -69,23 +69,21 @@ def test_the_command_ends_as_the_verdict_says(weft_command, monkeypatch):
 @pytest.mark.parametrize("apart", [True, False])
 def test_the_command_names_what_joins_its_hosts(weft_command, monkeypatch, apart):
     monkeypatch.setattr(demo, "run", lambda ranks, device, hosts: _verdict())
-    monkeypatch.setattr(demo, "can_create", lambda: apart)
+    monkeypatch.setattr(demo, "can_create_namespaces", lambda: apart)
     code, out, err = weft_command("demo", "--ranks", "2", "--device", "cpu", "--hosts", "2")
     assert (code, err) == (0, "")
-    text = ("its loopback", "a network namespace each, joined by veth")[apart]
+    text = ("its loopback", "each have a network namespace, connected by veth")[apart]
     assert text in " ".join(out.split())
 
 
 def test_sentences_are_written_as_transformers_writes_them():
     """And without arguments that the installed transformers warns of."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo.CHECKPOINT, local_files_only=True)
-    sentences = demo_kill._Sentences(
-        tokenizer, [each.prompt for each in ASKED[:3]], demo.load_model()
-    )
+    sentences = demo_kill._Batch(tokenizer, [each.prompt for each in ASKED[:3]], demo.load_model())
     for step in range(demo.NEW_TOKENS + 2):
         if step == demo_kill.KILL_AFTER_TOKENS:
             sentences.truncate(step - 2)
-        sentences.written.append(sentences.step())
+        sentences.tokens.append(sentences.step())
     assert sentences.texts() == [" " + each.answer + "\n" for each in ASKED[:3]]
 
 
@@ -94,7 +92,11 @@ def test_sentences_are_written_as_transformers_writes_them():
 def test_survivors_continue_and_answer_for_the_dead(victim):
     outcome = demo_kill.run(4, "cpu", victim, 9)
     assert outcome.ranks[victim] is None
-    assert outcome.texts == outcome.alone.texts == [" " + each.answer + "\n" for each in ASKED[:9]]
+    assert (
+        outcome.texts
+        == outcome.single_process.texts
+        == [" " + each.answer + "\n" for each in ASKED[:9]]
+    )
     for survivor in outcome.living:
         assert survivor.dead == (victim,)
         assert demo_kill.KILL_AFTER_TOKENS - 1 <= survivor.kept_tokens <= demo.NEW_TOKENS
@@ -104,8 +106,8 @@ def test_survivors_continue_and_answer_for_the_dead(victim):
 def test_the_kill_command_ends_as_the_outcome_says(weft_command, monkeypatch):
     texts = [" " + each.answer for each in ASKED[:3]]
     prefix = texts[0][:5]
-    result = demo_kill.Survivor(dict(enumerate(texts)), 9, 4, prefix, (1,), 0.02, 0.1)
-    outcome = demo_kill.Outcome(ASKED[:3], _answers(texts), [result, None])
+    result = demo_kill.SurvivorResult(dict(enumerate(texts)), 9, 4, prefix, (1,), 0.02, 0.1)
+    outcome = demo_kill.KillDemoResult(ASKED[:3], _answers(texts), [result, None])
     monkeypatch.setattr(demo_kill, "run", lambda ranks, device, victim: outcome)
     kill = ("demo", "--ranks", "2", "--device", "cpu", "--kill")
     code, out, err = weft_command(*kill, "1")
@@ -149,6 +151,6 @@ def test_ranks_of_gpus(monkeypatch, gpus, found):
 
 def test_only_the_final_number_counts():
     question = demo.Question("1+2+3=", "1+2=3. 3+3=6. #### 6")
-    assert question.is_right("1+2=4. 4+2=6. #### 6\n")
+    assert question.is_correct("1+2=4. 4+2=6. #### 6\n")
     for text in ("6", "#### 16", "#### 6 or 7", "#### 6. #### 7", ""):
-        assert not question.is_right(text)
+        assert not question.is_correct(text)

@@ -56,13 +56,13 @@ def gpus(monkeypatch):
     monkeypatch.setattr(doctor, "CudaModule", _Module)
     monkeypatch.setattr(doctor, "query_nvidia_smi", lambda *arguments: TOPOLOGY)
     monkeypatch.setattr(doctor, "read_driver_version", lambda: "580.159")
-    monkeypatch.setattr(doctor, "_exports", lambda device: True)
+    monkeypatch.setattr(doctor, "_can_export_memory", lambda device: True)
     monkeypatch.setattr(doctor, "launch", lambda *inputs, **options: None)
     return monkeypatch
 
 
 def _examined() -> dict[str, Finding]:
-    return {finding.name: finding for finding in doctor.examine()}
+    return {finding.name: finding for finding in doctor.run_checks()}
 
 
 def test_a_machine_with_gpus(gpus):
@@ -79,7 +79,7 @@ def test_a_machine_with_gpus(gpus):
 def test_gpu_problems_are_reported(gpus):
     gpus.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
     gpus.setattr(_Module, "refused", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION (222)")
-    gpus.setattr(doctor, "_exports", lambda device: device == 0)
+    gpus.setattr(doctor, "_can_export_memory", lambda device: device == 0)
     result = _examined()
     assert result["NVRTC sm_90a"].status == "fail"
     assert "trial kernel on cuda:0" in result["NVRTC sm_90a"].detail
@@ -96,8 +96,8 @@ def test_gpu_problems_are_reported(gpus):
             "GPU0 X NV4 SYS\nGPU1 NV4 X NODE\nGPU2 SYS NODE X\n",
             "none between GPU2-GPU0 (SYS), GPU2-GPU1 (NODE)",
         ),
-        (None, "unknown: nvidia-smi topo -m does not say"),
-        ("No devices were found\n", "unknown: nvidia-smi topo -m does not say"),
+        (None, "unknown: no output of nvidia-smi topo -m"),
+        ("No devices were found\n", "unknown: no output of nvidia-smi topo -m"),
     ],
 )
 def test_gpus_without_nvlink_are_not_ok(gpus, topology, detail):
@@ -112,7 +112,9 @@ def test_gpus_say_how_far_their_memory_reaches(gpus, works):
     gpus.setattr(doctor, "supports_fabric", lambda device: works)
     result = _examined()["NVLink domain"]
     assert result.status == "ok"
-    assert ("of one host: no fabric handle", "of all hosts that it joins")[works] in result.detail
+    assert ("on one host: creating fabric handles failed", "on all hosts of the NVLink domain")[
+        works
+    ] in result.detail
 
 
 def test_an_error_is_a_finding_and_later_checks_run(gpus):
@@ -123,10 +125,10 @@ def test_an_error_is_a_finding_and_later_checks_run(gpus):
     result = _examined()
     assert (result["NVRTC sm_90a"].status, result["cuda:0"].status) == ("fail", "ok")
     assert "device busy" in result["NVRTC sm_90a"].detail
-    gpus.setattr(doctor, "_exports", refuses)
+    gpus.setattr(doctor, "_can_export_memory", refuses)
     result = _examined()
-    assert (result["peer access"].status, result["examination"].status) == ("ok", "fail")
-    assert "device busy" in result["examination"].detail
+    assert (result["peer access"].status, result["checks"].status) == ("ok", "fail")
+    assert "device busy" in result["checks"].detail
     assert "cache" in result
 
 
@@ -161,7 +163,7 @@ def test_problems_are_reported_with_the_fix(weft_command, monkeypatch, tmp_path)
     assert code == 1
     assert "not ready for" in out
     monkeypatch.undo()
-    monkeypatch.setattr(doctor, "examine", lambda: FOUND)
+    monkeypatch.setattr(doctor, "run_checks", lambda: FOUND)
     code, out, _ = weft_command("doctor")
     assert code == 0
     assert "ready for" in out
@@ -192,12 +194,12 @@ def of_alice(monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket, "gethostname", lambda: "node17.example.org")
     monkeypatch.setattr(report, "query_nvidia_smi", lambda *arguments: TOPOLOGY)
-    monkeypatch.setattr(doctor, "examine", lambda: FOUND)
+    monkeypatch.setattr(doctor, "run_checks", lambda: FOUND)
     return monkeypatch
 
 
 def test_the_report_has_what_a_bug_report_needs(of_alice):
-    result = report.report(FOUND)
+    result = report.build_report(FOUND)
     assert result["environment"] == {
         "CXX": "/opt/(host)/(user)/g++",
         "MASTER_ADDR": "(set)",

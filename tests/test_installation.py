@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from weft import distribution
-from weft.cli.findings import basic_lines
+from weft.cli.findings import check_basics
 from weft.errors import TorchTooOld
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ def install(folder: Path, name: str, version: str, summary: str = "") -> None:
 def test_a_foreign_distribution_is_found_and_reported(foreign: Path) -> None:
     install(foreign, "weft", "1.2", FRAMEWORK)
     assert distribution.find_foreign_installs() == [f"the distribution weft 1.2 ({FRAMEWORK})"]
-    (result,) = [each for each in basic_lines() if each[0] == "the name weft"]
+    (result,) = [each for each in check_basics() if each[0] == "the name weft"]
     assert result[1] == "warn"
     assert FRAMEWORK in result[2]
     assert "pip uninstall weft" in result[3]

@@ -7,9 +7,9 @@ import sys
 def main() -> None:
     """Run the command line; `weft --version` imports no other command."""
     if sys.argv[1:] == ["--version"]:
-        from weft.cli.version import version_text
+        from weft.cli.version import format_versions
 
-        print(version_text())
+        print(format_versions())
         return
     from weft.cli import commands as cli
 

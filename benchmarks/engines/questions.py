@@ -65,7 +65,7 @@ class Questions:
         result: dict[str, float] = {"equal": sum(a == b for a, b in pairs) / len(texts)}
         if self.trained:
             pairs_ = zip(self._asked, texts, strict=True)
-            correct = sum(question.is_right(text) for question, text in pairs_)
+            correct = sum(question.is_correct(text) for question, text in pairs_)
             result = {"right": correct / len(texts), **result}
             if right and correct < len(texts):
                 job.fail(f"{name}: {correct} of {len(texts)} answers are right")

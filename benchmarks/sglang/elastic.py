@@ -51,7 +51,7 @@ class Round:
         with concurrent.futures.ThreadPoolExecutor(clients) as pool:
             for each in [pool.submit(self.ask, i) for i in range(len(self.questions))]:
                 each.result()
-        right = sum(q.is_right(self.answers.get(i, "")) for i, q in enumerate(self.questions))
+        right = sum(q.is_correct(self.answers.get(i, "")) for i, q in enumerate(self.questions))
         result: dict[str, Any] = {
             "questions": len(self.questions),
             "answered": len(self.answers),

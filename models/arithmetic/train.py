@@ -119,7 +119,7 @@ def accuracy(model: Any, tokenizer: Any, asked: Sequence[Question]) -> float:
     out = model.generate(**batch.to(model.device), max_new_tokens=48, do_sample=False)
     model.train()
     texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    right = [question.is_right(text) for question, text in zip(asked, texts, strict=True)]
+    right = [question.is_correct(text) for question, text in zip(asked, texts, strict=True)]
     return sum(right) / len(right)
 
 

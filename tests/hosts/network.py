@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.cli.namespaces import ADDRESS, Namespaces, can_create, enter, ip
+from weft.cli.namespaces import ADDRESS, Namespaces, can_create_namespaces, enter_namespace, run_ip
 from weft.launcher.processes import start_fork_server
 
 PORT = 29571
@@ -37,7 +37,7 @@ class Network:
 
     def __init__(self, hosts: int) -> None:
         self.hosts = hosts
-        self.namespaces = Namespaces(hosts) if can_create() else None
+        self.namespaces = Namespaces(hosts) if can_create_namespaces() else None
         self._jobs: list[Job] = []
 
     def __enter__(self) -> Network:
@@ -53,15 +53,15 @@ class Network:
 
     def _of(self, which: int | str) -> str:
         assert self.namespaces is not None, "no network namespaces here"
-        return self.namespaces.of(which)
+        return self.namespaces.get_name(which)
 
     def cut(self, host: int) -> None:
         """Cut the host off: nothing reaches it, and nothing that it sends arrives."""
-        ip("-n", self._of("switch"), "link", "set", f"port{host}", "down")
+        run_ip("-n", self._of("switch"), "link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
         """Undo `cut`."""
-        ip("-n", self._of("switch"), "link", "set", f"port{host}", "up")
+        run_ip("-n", self._of("switch"), "link", "set", f"port{host}", "up")
 
     def limit(self, rate: str) -> None:
         """Limit the rate at which each host sends and receives, such as "1gbit"."""
@@ -73,7 +73,7 @@ class Network:
 
     def sent(self, host: int) -> int:
         """Return the bytes that a host has sent since it was made."""
-        reported = json.loads(ip("-n", self._of(host), "-s", "-j", "link", "show", "eth0"))
+        reported = json.loads(run_ip("-n", self._of(host), "-s", "-j", "link", "show", "eth0"))
         return int(reported[0]["stats64"]["tx"]["bytes"])
 
     def start(self, each: int, body: str, *args: Any) -> Job:
@@ -109,7 +109,7 @@ class Job:
                 "GLOO_SOCKET_IFNAME": "lo" if spaces is None else "eth0",
                 "WEFT_HOST": f"host-{host}",
             }  # fmt: skip
-            namespace = None if spaces is None else spaces.of(host)
+            namespace = None if spaces is None else spaces.get_name(host)
             process = start_fork_server().Process(
                 target=run_rank,
                 args=(self.folder, {**os.environ, **environment}, namespace, body, args),
@@ -184,7 +184,7 @@ def run_rank(
     os.environ.update(environment)
     torch.set_num_threads(1)
     if namespace is not None:
-        enter(namespace)
+        enter_namespace(namespace)
     module, name = body.split(":")
     with spanning(ENDS / 2) as group:
         value = getattr(importlib.import_module(module), name)(group, folder, *args)

@@ -13,13 +13,13 @@ import weft
 from tests.hosts.network import Network
 from tests.hosts.spanning import campaign, play
 from tests.rounds import Round
-from weft.cli.namespaces import can_create
+from weft.cli.namespaces import can_create_namespaces
 from weft.errors import GroupError
 
 TIMEOUT = 2.0
 SLACK = 4.0  # of a busy machine, beyond the deadline
 needs_links = pytest.mark.skipif(
-    not can_create(), reason="no network namespaces here, and the loopback cannot be cut"
+    not can_create_namespaces(), reason="no network namespaces here, and the loopback cannot be cut"
 )
 
 

@@ -79,5 +79,5 @@ def test_the_checkpoint_answers(train):
     batch = tokenizer([each.prompt for each in asked], return_tensors="pt", padding=True)
     out = model.generate(**batch, max_new_tokens=48, do_sample=False)
     texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert sum(each.is_right(text) for each, text in zip(asked, texts, strict=True)) == 10
+    assert sum(each.is_correct(text) for each, text in zip(asked, texts, strict=True)) == 10
     assert [text.strip() for text in texts] == [each.answer for each in asked]

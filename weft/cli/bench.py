@@ -27,7 +27,7 @@ from weft.bench.plot import import_pyplot, plot
 from weft.bench.report import STDOUT, build_rows, print_report, to_json, write_json
 from weft.bench.routing import ROUTINGS
 from weft.bench.trace import write_trace
-from weft.cli.options import DEVICES, choice, chosen_device, wide_console, words
+from weft.cli.options import DEVICES, choice_option, create_console, select_device, split_words
 from weft.errors import InvalidArgument
 from weft.lowlatency.config import REDUCES, SCALES
 from weft.moe import MODELS, MODES, OVERLAPS
@@ -40,8 +40,8 @@ Tokens = Annotated[str, typer.Option(help="tokens per rank: 1,8,64 or 1..512 (do
 Experts = Annotated[int | None, typer.Option(min=1, help="experts on all ranks [the model's]")]
 Routing = Annotated[str, typer.Option(help=f"{', '.join(ROUTINGS)} or zipf:EXPONENT")]
 Peers = Annotated[bool, typer.Option("--peers", help="also measure installed libraries")]
-CombineDtype = Annotated[str | None, choice(("fp8",), "of rows that combine sends")]
-Quantize = Annotated[str | None, choice(("fp8", "mxfp8"), "quantization by dispatch")]
+CombineDtype = Annotated[str | None, choice_option(("fp8",), "of rows that combine sends")]
+Quantize = Annotated[str | None, choice_option(("fp8", "mxfp8"), "quantization by dispatch")]
 NumSms = Annotated[int | None, typer.Option(min=1, help="SMs that the kernels may fill")]
 _ITERS = "samples; 0: 15 replays of a graph (at least 11), or 20 calls on CPU"
 _TRACE = "run the largest size again, profiled; write it for Perfetto"
@@ -53,7 +53,7 @@ class CaseOptions(ABC):
 
     tokens: Tokens = "1,8,64"
     ranks: Annotated[int, typer.Option(min=0, help="ranks; 0: every GPU, or 4 on the CPU")] = 0
-    device: Annotated[str, choice(DEVICES, "auto: cuda where there are GPUs")] = "auto"
+    device: Annotated[str, choice_option(DEVICES, "auto: cuda where there are GPUs")] = "auto"
     pdl: Annotated[bool, typer.Option("--pdl/--no-pdl", help="programmatic dependent launch")] = (
         True
     )
@@ -67,73 +67,78 @@ class CaseOptions(ABC):
     )
 
     @abstractmethod
-    def case(self) -> Case:
-        """Return the benchmark."""
+    def create_case(self) -> Case:
+        """Create the benchmark."""
 
     @property
     def libraries(self) -> Sequence[baselines.Baseline]:
         """Other libraries to measure."""
         return ()
 
-    def select(self, *names: str) -> dict[str, Any]:
-        """Return some options by name."""
+    def get_options(self, *names: str) -> dict[str, Any]:
+        """Return the values of the named options."""
         return {name: getattr(self, name) for name in names}
 
-    def common(self) -> dict[str, Any]:
-        """Return the arguments of every case."""
-        device = chosen_device(self.device)
+    def build_case_args(self) -> dict[str, Any]:
+        """Build the arguments that every case has."""
+        device = select_device(self.device)
         return {
             "ranks": self.ranks or (torch.cuda.device_count() if device == "cuda" else 4),
             "device": device,
             "tokens": parse_sizes(self.tokens),
             "samples": self.iters or (15 if device == "cuda" else 20),
             "programmatic_launch": self.pdl,
-            **self.select("graph", "seed"),
+            **self.get_options("graph", "seed"),
         }
 
     def run(self) -> None:
-        """Run the case, and print and write its report. Samples are written before baselines."""
-        case, timeline = self.case(), getattr(self, "trace", None)
-        _check_outputs(self.json, self.plot, timeline)
+        """Run the case, and print and write its report.
+
+        Samples are written before baselines run.
+        """
+        case, trace_path = self.create_case(), getattr(self, "trace", None)
+        _check_outputs(self.json, self.plot, trace_path)
         report = run(case, quiet=self.quiet)
-        _exit_on(report.error)
+        _exit_on_error(report.error)
         if self.json and self.json != STDOUT:
             write_json(self.json, to_json(report))
         runs = baselines.measure_baselines(case, self.libraries)
         if self.json and (runs or self.json == STDOUT):
             write_json(self.json, to_json(report, runs))
-        print_report(wide_console(stderr=self.json == STDOUT), report, runs)
+        print_report(create_console(stderr=self.json == STDOUT), report, runs)
         if self.plot:
             plot(self.plot, build_rows(report, runs), case.describe(), report.machine)
-        if timeline:
+        if trace_path:
             assert isinstance(case, moe.MoECase | lowlatency.LowLatencyCase)
-            _exit_on(write_trace(timeline, case))
+            _exit_on_error(write_trace(trace_path, case))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairOptions(CaseOptions):
-    """Options of both all-to-alls."""
+class AllToAllOptions(CaseOptions):
+    """Options of the benchmarks of all-to-alls."""
 
-    model: Annotated[str, choice(tuple(MODELS), "whose sizes are the defaults")] = "deepseek-v3"
+    model: Annotated[str, choice_option(tuple(MODELS), "whose sizes are the defaults")] = (
+        "deepseek-v3"
+    )
     hidden: Annotated[int | None, typer.Option(help="elements of a row [the model's]")] = None
     top_k: Annotated[int | None, typer.Option(help="experts per token [the model's]")] = None
     experts: Experts = None
-    dtype: Annotated[str, choice(tuple(DTYPES), "of combined rows")] = "bf16"
+    dtype: Annotated[str, choice_option(tuple(DTYPES), "of combined rows")] = "bf16"
     combine_dtype: CombineDtype = None
     num_sms: NumSms = None
     trace: Annotated[Path | None, typer.Option(help=_TRACE)] = None
 
-    def common(self) -> dict[str, Any]:
+    def build_case_args(self) -> dict[str, Any]:
         config = MODELS[self.model]
         sizes = {"hidden": config.hidden, "top_k": config.routing.top_k}
         sizes["experts"] = config.routing.num_experts
-        passed = {name: size for name, size in self.select(*sizes).items() if size is not None}
+        passed = {name: size for name, size in self.get_options(*sizes).items() if size is not None}
         names = ("model", "dtype", "combine_dtype", "num_sms", "routing")
-        return {**super().common(), **sizes, **passed, **self.select(*names)}
+        return {**super().build_case_args(), **sizes, **passed, **self.get_options(*names)}
 
 
-def _command(name: str) -> Callable[[type[CaseOptions]], type[CaseOptions]]:
-    """Decorate the options of a benchmark: add the command that runs it."""
+def _add_command(name: str) -> Callable[[type[CaseOptions]], type[CaseOptions]]:
+    """Return a class decorator that adds the command of a benchmark from its options."""
 
     def add(options: type[CaseOptions]) -> type[CaseOptions]:
         def command(**values: Any) -> None:
@@ -151,85 +156,99 @@ def _command(name: str) -> Callable[[type[CaseOptions]], type[CaseOptions]]:
     return add
 
 
-@_command("moe")
+@_add_command("moe")
 @dataclass(frozen=True, kw_only=True)
-class MoEOptions(PairOptions):
+class MoEOptions(AllToAllOptions):
     """Time dispatch and combine of an MoE layer, after checking every byte."""
 
     routing: Routing = "uniform"
-    payload: Annotated[str, choice(("bf16", "fp8"), "rows of --dtype, or fp8 and scales")] = "bf16"
-    combine: Annotated[str | None, choice(("pull", "push"), "who moves combined rows")] = None
+    payload: Annotated[
+        str, choice_option(("bf16", "fp8"), "rows of --dtype, or fp8 and scales")
+    ] = "bf16"
+    combine: Annotated[str | None, choice_option(("pull", "push"), "who moves combined rows")] = (
+        None
+    )
     quantize: Quantize = None
     peers: Peers = False
 
-    def case(self) -> Case:
-        return moe.MoECase(**self.common(), **self.select("payload", "combine", "quantize"))
+    def create_case(self) -> Case:
+        return moe.MoECase(
+            **self.build_case_args(), **self.get_options("payload", "combine", "quantize")
+        )
 
     @property
     def libraries(self) -> Sequence[baselines.Baseline]:
         return baselines.ALLTOALL_BASELINES if self.peers else ()
 
 
-@_command("lowlatency")
+@_add_command("lowlatency")
 @dataclass(frozen=True, kw_only=True)
-class LowLatencyOptions(PairOptions):
+class LowLatencyOptions(AllToAllOptions):
     """Time the low-latency all-to-all, after checking every bit."""
 
     tokens: Tokens = "128"
     routing: Routing = "perfect"
-    quantize: Annotated[str, choice(("none", "fp8"), "dispatched rows")] = "fp8"
-    scale: Annotated[str, choice(SCALES, "layout of scales")] = "fp32_row"
-    reduce: Annotated[str, choice(REDUCES, "who adds a token's rows")] = "receiver"
+    quantize: Annotated[str, choice_option(("none", "fp8"), "dispatched rows")] = "fp8"
+    scale: Annotated[str, choice_option(SCALES, "layout of scales")] = "fp32_row"
+    reduce: Annotated[str, choice_option(REDUCES, "who adds a token's rows")] = "receiver"
 
-    def case(self) -> Case:
+    def create_case(self) -> Case:
         quantize = None if self.quantize == "none" else self.quantize
         return lowlatency.LowLatencyCase(
-            **self.common(), **self.select("scale", "reduce"), quantize=quantize
+            **self.build_case_args(), **self.get_options("scale", "reduce"), quantize=quantize
         )
 
 
-@_command("allreduce")
+@_add_command("allreduce")
 @dataclass(frozen=True, kw_only=True)
 class AllReduceOptions(CaseOptions):
     """Time the fused all-reduce, after checking every bit."""
 
     hidden: Annotated[int, typer.Option(help="elements of a row")] = 7168
-    dtype: Annotated[str, choice(tuple(DTYPES), "of rows")] = "bf16"
-    backend: Annotated[str, choice(allreduce.BACKENDS, "backends", several=True)] = "auto"
-    epilogue: Annotated[str, choice(tuple(allreduce.EPILOGUES), "what follows the sum")] = "norm"
+    dtype: Annotated[str, choice_option(tuple(DTYPES), "of rows")] = "bf16"
+    backend: Annotated[str, choice_option(allreduce.BACKENDS, "backends", several=True)] = "auto"
+    epilogue: Annotated[str, choice_option(tuple(allreduce.EPILOGUES), "what follows the sum")] = (
+        "norm"
+    )
     peers: Peers = False
 
-    def case(self) -> Case:
-        options = self.select("hidden", "dtype", "epilogue")
-        return allreduce.AllReduceCase(**self.common(), **options, backends=words(self.backend))
+    def create_case(self) -> Case:
+        options = self.get_options("hidden", "dtype", "epilogue")
+        return allreduce.AllReduceCase(
+            **self.build_case_args(), **options, backends=split_words(self.backend)
+        )
 
     @property
     def libraries(self) -> Sequence[baselines.Baseline]:
         return baselines.ALLREDUCE_BASELINES if self.peers else ()
 
 
-@_command("layer")
+@_add_command("layer")
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions(CaseOptions):
     """Time whole MoE layers, from router logits to output, after checking them."""
 
     tokens: Tokens = "8,64,128"
-    model: Annotated[str, choice(layer.LAYER_MODELS, "scaled down on CPU ranks")] = "deepseek-v3"
-    dtype: Annotated[str, choice(layer.WEIGHT_DTYPES, "of the experts' weights")] = "bf16"
-    overlap: Annotated[str, choice(OVERLAPS, "default: all", several=True)] = ""
-    mode: Annotated[str, choice(MODES, "rank-major or expert-major rows")] = "throughput"
+    model: Annotated[str, choice_option(layer.LAYER_MODELS, "scaled down on CPU ranks")] = (
+        "deepseek-v3"
+    )
+    dtype: Annotated[str, choice_option(layer.WEIGHT_DTYPES, "of the experts' weights")] = "bf16"
+    overlap: Annotated[str, choice_option(OVERLAPS, "default: all", several=True)] = ""
+    mode: Annotated[str, choice_option(MODES, "rank-major or expert-major rows")] = "throughput"
     routing: Annotated[str, typer.Option(help="uniform, zipf or zipf:EXPONENT")] = "uniform"
     experts: Experts = None
     shared: Annotated[bool, typer.Option(help="with the model's shared expert")] = True
-    gemm: Annotated[str, choice(GEMMS, "how the experts multiply")] = "auto"
+    gemm: Annotated[str, choice_option(GEMMS, "how the experts multiply")] = "auto"
     quantize: Quantize = None
     combine_dtype: CombineDtype = None
     num_sms: NumSms = None
 
-    def case(self) -> Case:
+    def create_case(self) -> Case:
         names = ("model", "dtype", "mode", "routing", "experts", "shared", "gemm", "quantize")
-        options = self.select(*names, "combine_dtype", "num_sms")
-        return layer.LayerCase(**self.common(), **options, overlaps=words(self.overlap))
+        options = self.get_options(*names, "combine_dtype", "num_sms")
+        return layer.LayerCase(
+            **self.build_case_args(), **options, overlaps=split_words(self.overlap)
+        )
 
 
 @bench.callback(invoke_without_command=True)
@@ -240,9 +259,9 @@ def bench_default(context: typer.Context) -> None:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Return the sizes named by `"1,8,64"`, by `"1..4096"` (doubling), or by a mix of both.
+    """Parse sizes such as `"1,8,64"`, `"1..4096"` (doubling), or a mix of both.
 
-    Raises InvalidArgument for anything else.
+    Raises InvalidArgument for any other text.
     """
     sizes: list[int] = []
     for part in text.replace(" ", "").split(","):
@@ -258,9 +277,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def _check_outputs(json: Path | None, picture: Path | None, timeline: Path | None) -> None:
+def _check_outputs(json: Path | None, plot_path: Path | None, trace_path: Path | None) -> None:
     """Raise InvalidArgument before the run if an output cannot be written."""
-    for path in (json, picture, timeline):
+    for path in (json, plot_path, trace_path):
         if path is None or path == STDOUT:
             continue
         try:
@@ -271,18 +290,18 @@ def _check_outputs(json: Path | None, picture: Path | None, timeline: Path | Non
                 tempfile.TemporaryFile(dir=path.parent).close()
         except OSError as error:
             raise InvalidArgument(f"cannot write {path}: {error}") from error
-    if STDOUT in (picture, timeline):
+    if STDOUT in (plot_path, trace_path):
         raise InvalidArgument("only --json writes to stdout: name a file for --plot and --trace")
-    if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
+    if plot_path is not None and plot_path.suffix not in (".png", ".svg", ".pdf"):
         raise InvalidArgument(
-            f"--plot is {picture}; its suffix chooses the format: .png, .svg, .pdf"
+            f"--plot is {plot_path}; its suffix selects the format: .png, .svg, .pdf"
         )
-    if picture is not None:
+    if plot_path is not None:
         import_pyplot()
 
 
-def _exit_on(problem: str | None) -> None:
-    """Exit with code 1 after printing a failed check's problem, if any."""
-    if problem is not None:
-        Console(stderr=True).print(Text(f"check failed, nothing timed: {problem}", "red"))
+def _exit_on_error(error: str | None) -> None:
+    """Print the error of a failed check and exit with code 1, if there is one."""
+    if error is not None:
+        Console(stderr=True).print(Text(f"check failed, nothing timed: {error}", "red"))
         raise typer.Exit(1)

@@ -18,7 +18,7 @@ from weft.errors import InvalidArgument, RankFailed, TorchTooOld, WeftError
 
 
 class _Commands(TyperGroup):
-    """Loads the commands of `weft.cli.bench` when bench is run."""
+    """Imports the commands of `weft.cli.bench` only when `weft bench` runs."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
@@ -44,9 +44,9 @@ app.add_typer(cache, name="cache")
 
 
 def main() -> None:
-    """Run the command line and print a WeftError in red.
+    """Run the command line. A WeftError is printed in red, without a traceback.
 
-    Exit codes: 2 for invalid arguments, detected before any rank is started; 1 for other errors.
+    Exit codes: 2 for invalid arguments, which are detected before ranks start; 1 for other errors.
     """
     try:
         app(prog_name="weft")
@@ -54,7 +54,7 @@ def main() -> None:
         from rich.console import Console
         from rich.text import Text
 
-        # The rank's own error is more specific than RankFailed, and needs no traceback.
+        # The error that the rank raised is more specific than RankFailed.
         cause = error.__cause__ if isinstance(error, RankFailed) else None
         printed = cause if isinstance(cause, WeftError) else error
         Console(stderr=True).print(Text(f"{type(printed).__name__}: {printed}", style="red"))
@@ -62,23 +62,21 @@ def main() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def options(
+def handle_version(
     ctx: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Handle `weft --version`; `weft.__main__` handles it faster if it is the only argument."""
     if version:
-        from weft.cli.version import version_text
+        from weft.cli.version import format_versions
 
-        print(version_text())
+        print(format_versions())
         raise typer.Exit
     error = weft.startup_error
     if error is not None and not (
         isinstance(error, TorchTooOld) and ctx.invoked_subcommand == "doctor"
     ):
-        raise error  # the doctor reports an old torch together with its other findings
+        raise error  # the doctor reports an old torch with its other findings
 
 
 @app.command("bench")
@@ -96,27 +94,27 @@ def doctor_command(
 ) -> None:
     """Report whether this machine meets weft's requirements, and how to fix what it lacks."""
     from weft.cli.findings import (
-        examine_without_torch,
+        find_torch_error,
         print_findings,
+        run_checks_without_torch,
         to_json,
-        torch_problem,
     )
-    from weft.cli.options import wide_console
+    from weft.cli.options import create_console
     from weft.cli.report import write_report
 
-    problem, devices = torch_problem(), "any ranks"
-    if problem is not None:
-        findings = examine_without_torch(problem)
+    torch_error, devices = find_torch_error(), "any ranks"
+    if torch_error is not None:
+        findings = run_checks_without_torch(torch_error)
     else:
         from weft.cli import doctor
 
-        findings, devices = doctor.examine(), doctor.devices()
+        findings, devices = doctor.run_checks(), doctor.describe_devices()
     if report is not None:
         write_report(report, findings, as_json=json)
     elif json:
         print(to_json(findings))
     else:
-        print_findings(wide_console(), findings, devices)
+        print_findings(create_console(), findings, devices)
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)
 
@@ -134,27 +132,25 @@ def demo(
     from weft.arguments import check_int
     from weft.cli import demo as cli_demo
     from weft.cli import demo_kill
-    from weft.cli.options import wide_console
+    from weft.cli.options import create_console
 
     count, device = cli_demo.validate_ranks(ranks, device)
     cli_demo.check_hosts(hosts, count, kill=kill is not None)
-    console = wide_console()
-    spread = f" of {hosts} hosts" if hosts > 1 else ""
-    console.print(
-        f"[bold]weft demo[/]  A trained mixture of experts on {count} ranks{spread} ({device}).",
-        highlight=False,
-    )
+    console = create_console()
+    hosts_text = f" of {hosts} hosts" if hosts > 1 else ""
+    title = f"A trained mixture of experts on {count} ranks{hosts_text} ({device})."
+    console.print(f"[bold]weft demo[/]  {title}", highlight=False)
     if hosts > 1:
         links = "share its loopback"
         if cli_demo.uses_namespaces(hosts, device):
-            links = "have a network namespace each, joined by veth"
-        console.print(f"Hosts are of this machine and {links}.", highlight=False)
+            links = "each have a network namespace, connected by veth"
+        console.print(f"All hosts are on this machine and {links}.", highlight=False)
     if kill is None:
-        good = cli_demo.show(console, cli_demo.run(count, device, hosts=hosts))
+        is_identical = cli_demo.print_result(console, cli_demo.run(count, device, hosts=hosts))
     else:
         victim = check_int("kill", kill, 0, count - 1)
-        good = demo_kill.show(console, demo_kill.run(count, device, victim), victim)
-    if not good:
+        is_identical = demo_kill.print_result(console, demo_kill.run(count, device, victim), victim)
+    if not is_identical:
         raise typer.Exit(1)
 
 
@@ -173,13 +169,13 @@ def cache_list() -> None:
         table.add_column(name, justify="right" if name == "KiB" else "left")
     entries = store.entries()
     for entry in entries:
-        created, size = _clock(entry.created), f"{entry.bytes / 1024:.1f}"
+        created, size = _format_time(entry.created), f"{entry.bytes / 1024:.1f}"
         table.add_row(entry.name, entry.kind, entry.arch, size, created, entry.key[:12])
     console = Console()
     if entries:
         console.print(table)
     total = sum(entry.bytes for entry in entries) / 1024
-    console.print(f"{_entries(len(entries))}, {total:.1f} KiB in {store.path}")
+    console.print(f"{_format_entries(len(entries))}, {total:.1f} KiB in {store.path}")
 
 
 @cache.command("clear")
@@ -190,12 +186,12 @@ def cache_clear() -> None:
     from weft.jit.cache import Cache
 
     store = Cache()
-    Console().print(f"removed {_entries(store.clear())} from {store.path}")
+    Console().print(f"removed {_format_entries(store.clear())} from {store.path}")
 
 
-def _clock(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def _entries(count: int) -> str:
+def _format_entries(count: int) -> str:
     return "1 entry" if count == 1 else f"{count} entries"

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from weft.bench.machine import query_nvidia_smi, read_driver_version
-from weft.cli.findings import Finding, Line, Status, basic_lines, line
+from weft.cli.findings import Finding, Line, Status, build_line, check_basics
 from weft.cuda.driver import call_driver, load_driver
 from weft.cuda.memory import supports_fabric
 from weft.distribution import install_hint
@@ -28,97 +28,103 @@ from weft.launcher import launch
 from weft.shape import MAX_RANKS
 
 GPU_TORCH = (2, 11)
-MIN_FILES = 1024  # open files: sockets and handles of 72 ranks, and torch's own
+MIN_FILES = 1024  # open files for the sockets and handles of 72 ranks, and for torch
 
 
-def examine() -> list[Finding]:
-    """Run all checks. "fail" means that ranks on this machine's devices will not run."""
+def run_checks() -> list[Finding]:
+    """Run all checks. Status "fail" means that ranks cannot run on this machine's devices."""
     findings: list[Finding] = []
-    for section, run in (("software", _software), ("GPUs", _gpus), ("system", _system)):
-        try:  # findings before a failure are kept
-            findings.extend(Finding(section, *each) for each in run())
-        except Exception as error:  # the doctor must report broken installations, not crash
+    for section, check_section in (
+        ("software", _check_software),
+        ("GPUs", _check_gpus),
+        ("system", _check_system),
+    ):
+        try:  # findings before an error are reported
+            findings.extend(Finding(section, *line) for line in check_section())
+        except Exception as error:  # a broken installation may raise anything
             text = f"{type(error).__name__}: {error}"
-            findings.append(Finding(section, "examination", "fail", text, "report this text"))
+            findings.append(Finding(section, "checks", "fail", text, "report this error"))
     return findings
 
 
-def _try(name: str, attempt: Callable[[], str], bad: Status) -> Line:
-    """Return the result of running `attempt`. weft's own errors name their remedy."""
+def _run_check(name: str, check: Callable[[], str], failure_status: Status) -> Line:
+    """Run `check`, and return its text or error as a line. weft's errors contain a remedy."""
     try:
-        return name, "ok", attempt(), ""
+        return name, "ok", check(), ""
     except (WeftError, OSError, RuntimeError) as error:  # torch raises RuntimeError
-        return name, bad, str(error), ""
+        return name, failure_status, str(error), ""
 
 
-def gpu_count() -> int:
-    """Return the number of GPUs that torch sees."""
+def count_gpus() -> int:
+    """Return the number of GPUs that torch finds."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def devices() -> str:
-    """Return the devices that ranks would run on, for the verdict."""
-    return f"{gpu_count()} GPUs" if gpu_count() else "CPU ranks"
+def describe_devices() -> str:
+    """Return a text with the devices that ranks would run on."""
+    return f"{count_gpus()} GPUs" if count_gpus() else "CPU ranks"
 
 
-def _software() -> Iterator[Line]:
-    on_gpus: Status = "fail" if gpu_count() else "warn"
-    yield from basic_lines()
+def _check_software() -> Iterator[Line]:
+    on_gpus: Status = "fail" if count_gpus() else "warn"
+    yield from check_basics()
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     detail = f"{torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
-    enough = version >= GPU_TORCH or not gpu_count()  # `import weft` refuses versions without GPUs
-    yield line("torch", enough, detail, "GPU ranks: pip install 'torch>=2.11'")
+    is_sufficient = (
+        version >= GPU_TORCH or not count_gpus()
+    )  # `import weft` checks the version for CPU ranks
+    yield build_line("torch", is_sufficient, detail, "GPU ranks: pip install 'torch>=2.11'")
     try:
         yield "cuda-bindings", "ok", importlib.metadata.version("cuda-bindings"), ""
     except importlib.metadata.PackageNotFoundError:
         yield "cuda-bindings", on_gpus, "not installed", install_hint("gpu")
     with tempfile.TemporaryDirectory(prefix="weft-doctor-") as scratch:
-        trial = Cache(Path(scratch, "cache"))
+        scratch_cache = Cache(Path(scratch, "cache"))
 
         def compile_cpp() -> str:
             identity = compiler_identity(find_compiler())
             entry = 'extern "C" int weft_doctor() { return 42; }'
-            answer = compile_shared(entry, name="doctor", cache=trial).weft_doctor()
-            return f"{identity}; trial code answers {answer}"
+            result = compile_shared(entry, name="doctor", cache=scratch_cache).weft_doctor()
+            return f"{identity}; trial code returns {result}"
 
-        # CPU ranks need a compiler; a machine with GPUs runs without CPU ranks.
-        yield _try("C++ compiler", compile_cpp, "warn" if gpu_count() else "fail")
-        for arch in sorted({"sm_90a", *map(_arch, range(gpu_count()))}):
+        # CPU ranks need a compiler, GPU ranks do not.
+        yield _run_check("C++ compiler", compile_cpp, "warn" if count_gpus() else "fail")
+        for arch in sorted({"sm_90a", *map(_get_arch, range(count_gpus()))}):
 
             def compile_cuda(arch: str = arch) -> str:
                 entry = 'extern "C" __global__ void weft_doctor(int* p) { *p = 42; }'
-                cubin = compile_cubin(entry, name="doctor", arch=arch, cache=trial)
-                devices = [device for device in range(gpu_count()) if _arch(device) == arch]
-                for device in devices:  # an old driver refuses NVRTC's code only at load time
+                cubin = compile_cubin(entry, name="doctor", arch=arch, cache=scratch_cache)
+                devices = [device for device in range(count_gpus()) if _get_arch(device) == arch]
+                for device in devices:  # an old driver raises only when it loads NVRTC's code
                     with torch.cuda.device(device):
                         torch.cuda.synchronize()  # creates the context for the module
                         CudaModule(cubin, name=f"trial kernel on cuda:{device}").unload()
                 return f"{nvrtc_version()}; trial kernel loads on {len(devices)} GPUs"
 
-            yield _try(f"NVRTC {arch}", compile_cuda, on_gpus)
+            yield _run_check(f"NVRTC {arch}", compile_cuda, on_gpus)
 
 
-def _arch(device: int) -> str:
+def _get_arch(device: int) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def _gpus() -> Iterator[Line]:
-    count = gpu_count()
+def _check_gpus() -> Iterator[Line]:
+    count = count_gpus()
     if not count:
-        seen = query_nvidia_smi("-L") is not None
-        remedy = "nvidia-smi sees GPUs: check CUDA_VISIBLE_DEVICES and the driver's version"
+        is_visible = query_nvidia_smi("-L") is not None
+        remedy = "nvidia-smi finds GPUs: check CUDA_VISIBLE_DEVICES and the driver's version"
         if not torch.version.cuda:
-            remedy = "nvidia-smi sees GPUs, but this torch is CPU only: install torch for CUDA"
-        detail = "torch sees none" if seen else "none; CPU ranks need none"
-        yield line("GPUs", not seen, detail, remedy, "warn")
+            remedy = "nvidia-smi finds GPUs, but this torch is CPU only: install torch for CUDA"
+        detail = "torch finds none" if is_visible else "none; CPU ranks need none"
+        yield build_line("GPUs", not is_visible, detail, remedy, "warn")
         return
     for device in range(count):
         p = torch.cuda.get_device_properties(device)
         detail = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}, driver "
         remedy = "weft is written for sm_90 and newer; older GPUs are not tested"
-        known = read_driver_version() or "unknown"
-        yield line(f"cuda:{device}", p.major >= 9, detail + known, remedy, "warn")
+        driver_version = read_driver_version() or "unknown"
+        yield build_line(f"cuda:{device}", p.major >= 9, detail + driver_version, remedy, "warn")
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     denied = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     remedy = (
@@ -126,36 +132,41 @@ def _gpus() -> Iterator[Line]:
         "choose other GPUs with CUDA_VISIBLE_DEVICES"
     )
     detail = f"denied: {', '.join(denied)}" if denied else "every pair" if pairs else "one GPU"
-    yield line("peer access", not denied, detail, remedy)
+    yield build_line("peer access", not denied, detail, remedy)
     if count > 1:
-        yield _nvlink(query_nvidia_smi("topo", "-m"))
+        yield _check_nvlink(query_nvidia_smi("topo", "-m"))
     try:
         load_driver()
     except DriverError:
         return  # reported under software
-    without = [f"cuda:{device}" for device in range(count) if not _exports(device)]
+    unsupported = [f"cuda:{device}" for device in range(count) if not _can_export_memory(device)]
     remedy = "the driver cannot export memory as a file descriptor: update it, or leave the VM"
-    detail = f"not on {', '.join(without)}" if without else "every GPU"
-    yield line("POSIX fd handles", not without, detail, remedy)
+    detail = f"not on {', '.join(unsupported)}" if unsupported else "every GPU"
+    yield build_line("POSIX fd handles", not unsupported, detail, remedy)
 
 
-def _nvlink(topology: str | None) -> Line:
-    """Check for NVLink between every two GPUs in the output of `nvidia-smi topo -m`."""
+def _check_nvlink(topology: str | None) -> Line:
+    """Check NVLink between each pair of GPUs in the output of `nvidia-smi topo -m`."""
     rows = [row.split() for row in (topology or "").splitlines() if re.match(r"GPU\d+\s", row)]
     paths = {
-        f"{row[0]}-{rows[place][0]}": row[1 + place]
-        for number, row in enumerate(rows)
-        for place in range(number)
+        f"{row[0]}-{rows[column][0]}": row[1 + column]
+        for row_number, row in enumerate(rows)
+        for column in range(row_number)
     }
     if not paths:
-        return "NVLink", "warn", "unknown: nvidia-smi topo -m does not say", "run it by hand"
-    others = [f"{pair} ({path})" for pair, path in paths.items() if not path.startswith("NV")]
-    detail = f"none between {', '.join(others)}" if others else ", ".join({*paths.values()})
-    remedy = "weft works over PCIe, far below the speeds in docs/results/index.md"
-    return line("NVLink", not others, detail, remedy, "warn")
+        return (
+            "NVLink",
+            "warn",
+            "unknown: no output of nvidia-smi topo -m",
+            "run the command yourself",
+        )
+    slow_pairs = [f"{pair} ({path})" for pair, path in paths.items() if not path.startswith("NV")]
+    detail = f"none between {', '.join(slow_pairs)}" if slow_pairs else ", ".join({*paths.values()})
+    remedy = "weft runs over PCIe, but much slower than in docs/results/index.md"
+    return build_line("NVLink", not slow_pairs, detail, remedy, "warn")
 
 
-def _exports(device: int) -> bool:
+def _can_export_memory(device: int) -> bool:
     """Whether a GPU's memory can be exported as a file descriptor."""
     kinds = load_driver().CUdevice_attribute
     attribute = kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
@@ -163,39 +174,39 @@ def _exports(device: int) -> bool:
     return bool(call_driver("cuDeviceGetAttribute", attribute, call_driver("cuDeviceGet", device)))
 
 
-def _system() -> Iterator[Line]:
+def _check_system() -> Iterator[Line]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    enough = files == resource.RLIM_INFINITY or files >= MIN_FILES
+    is_sufficient = files == resource.RLIM_INFINITY or files >= MIN_FILES
     remedy = f"ulimit -n {MIN_FILES}: many ranks need more"
-    yield line("open files", enough, str(files), remedy, "warn")
-    yield _try("NVLink domain", _domain, "warn")
-    yield _try("cache", _cache, "fail")
-    yield _try("CPU ranks", _two_ranks, "warn" if gpu_count() else "fail")
+    yield build_line("open files", is_sufficient, str(files), remedy, "warn")
+    yield _run_check("NVLink domain", _describe_domain, "warn")
+    yield _run_check("cache", _describe_cache, "fail")
+    yield _run_check("CPU ranks", _launch_two_ranks, "warn" if count_gpus() else "fail")
 
 
-def _domain() -> str:
-    """Report the hosts that fabric handles reach. Not every GPU and machine supports them."""
-    reach = "one host"
-    if gpu_count():
+def _describe_domain() -> str:
+    """Return a text with the maximum number of ranks and the hosts that they may span."""
+    hosts = "one host"
+    if count_gpus():
         if supports_fabric(torch.device("cuda:0")):
-            reach = "all hosts that it joins"
+            hosts = "all hosts of the NVLink domain"
         else:
-            reach += ": no fabric handle can be created here, which needs an IMEX channel"
-    return f"up to {MAX_RANKS} ranks, of {reach}"
+            hosts += ": creating fabric handles failed, which needs an IMEX channel"
+    return f"up to {MAX_RANKS} ranks, on {hosts}"
 
 
-def _cache() -> str:
+def _describe_cache() -> str:
     store = Cache()
     entries = store.entries()
     return f"{store.path}: {len(entries)} entries, {sum(e.bytes for e in entries) / 2**20:.1f} MiB"
 
 
-def _two_ranks() -> str:
-    """Start two ranks that meet and share sealed memory, as every job does."""
-    launch(_share, ranks=2, device="cpu", timeout=60)
-    return "two met and shared memory"
+def _launch_two_ranks() -> str:
+    """Launch two CPU ranks that share memory, as every job does."""
+    launch(_share_memory, ranks=2, device="cpu", timeout=60)
+    return "two ranks shared memory"
 
 
-def _share(group: Group) -> None:
+def _share_memory(group: Group) -> None:
     with Heap.create(group, 1 << 20):
         group.barrier()

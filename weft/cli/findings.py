@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of `weft doctor`: their output, and the checks that need no torch."""
+"""Findings of `weft doctor`, their output, and the checks that do not need torch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Status: TypeAlias = Literal["ok", "warn", "fail"]
 Line: TypeAlias = tuple[str, Status, str, str]  # a Finding without its section
 MIN_PYTHON = (3, 11)
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-_TORCH = "pip install 'torch>=2.8'"
+_TORCH_FIX = "pip install 'torch>=2.8'"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check, with a remedy unless nothing is wrong."""
+    """Result of one check. `remedy` is empty if the check passed."""
 
     section: str
     name: str
@@ -36,63 +36,65 @@ class Finding:
     remedy: str = ""
 
 
-def line(name: str, good: bool, detail: str, remedy: str, bad: Status = "fail") -> Line:
-    """Return a line. If not good, it has status `bad` and the remedy."""
-    return name, "ok" if good else bad, detail, "" if good else remedy
+def build_line(
+    name: str, passed: bool, detail: str, remedy: str, failure_status: Status = "fail"
+) -> Line:
+    """Build the line of a check; `failure_status` and `remedy` apply unless it passed."""
+    return name, "ok" if passed else failure_status, detail, "" if passed else remedy
 
 
-def basic_lines() -> Iterator[Line]:
-    """Yield the checks without torch: Python, and which project's `weft` is installed."""
+def check_basics() -> Iterator[Line]:
+    """Check Python, and for another project named `weft`. Does not need torch."""
     version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    good = sys.version_info[:2] >= MIN_PYTHON and platform.system() == "Linux"
-    yield line("python", good, version, "weft needs Linux and Python 3.11 or newer")
+    is_ok = sys.version_info[:2] >= MIN_PYTHON and platform.system() == "Linux"
+    yield build_line("python", is_ok, version, "weft needs Linux and Python 3.11 or newer")
     foreign = find_foreign_installs()
     if foreign:
-        detail = f"of another project: {', '.join(foreign)}"
+        detail = f"another project is installed: {', '.join(foreign)}"
         remedy = (
-            "the name weft belongs to another project on PyPI; this one is installed as weft-moe: "
-            "pip uninstall weft, then install this one again"
+            "the PyPI package weft belongs to another project; this one is weft-moe: "
+            "pip uninstall weft, then reinstall weft-moe"
         )
         yield "the name weft", "warn", detail, remedy
 
 
-def torch_problem() -> Line | None:
-    """Import torch, and return why it cannot be used, or None."""
+def find_torch_error() -> Line | None:
+    """Import torch; return a line with the error if it cannot be used, otherwise None."""
     try:
         check_torch()
         torch = importlib.import_module("torch")
-        # An interrupted installation often leaves only the folder.
+        # After an interrupted installation often only the folder exists.
         for name in ("__version__", "Tensor", "cuda", "distributed"):
             getattr(torch, name)
     except TorchTooOld as error:
         return "torch", "fail", f"{torch_version()} is installed", str(error)
     except ModuleNotFoundError as error:
         if error.name == "torch":
-            return "torch", "fail", "not installed", _TORCH
-        return _broken_torch(error)
+            return "torch", "fail", "not installed", _TORCH_FIX
+        return _build_torch_error(error)
     except Exception as error:  # a broken installation may raise anything
-        return _broken_torch(error)
+        return _build_torch_error(error)
     return None
 
 
-def _broken_torch(error: Exception) -> Line:
+def _build_torch_error(error: Exception) -> Line:
     text = " ".join(str(error).split())[:400]
     detail = f"{torch_version() or 'unknown version'}, cannot be imported: "
-    return "torch", "fail", f"{detail}{type(error).__name__}: {text}", f"reinstall it: {_TORCH}"
+    return "torch", "fail", f"{detail}{type(error).__name__}: {text}", f"reinstall it: {_TORCH_FIX}"
 
 
 def require_torch() -> None:
-    """Raise SetupError or TorchTooOld, with one line, if torch cannot be used."""
+    """Raise SetupError or TorchTooOld if torch cannot be used."""
     check_torch()
-    problem = torch_problem()
-    if problem is not None:
-        _, _, detail, remedy = problem
+    error_line = find_torch_error()
+    if error_line is not None:
+        _, _, detail, remedy = error_line
         raise SetupError(f"torch: {detail}; {remedy}")
 
 
-def examine_without_torch(problem: Line) -> list[Finding]:
-    """Return the findings of a machine where torch cannot be used."""
-    return [Finding("software", *each) for each in (*basic_lines(), problem)]
+def run_checks_without_torch(error_line: Line) -> list[Finding]:
+    """Run the checks that do not need torch, and add the error of its import."""
+    return [Finding("software", *line) for line in (*check_basics(), error_line)]
 
 
 def to_json(findings: list[Finding]) -> str:
@@ -103,7 +105,7 @@ def to_json(findings: list[Finding]) -> str:
 
 
 def print_findings(console: Console, findings: list[Finding], devices: str) -> None:
-    """Print one line per finding, with remedies below, and a verdict for these devices."""
+    """Print the findings with their remedies, and whether the devices are ready."""
     table = Table(box=None, pad_edge=False, show_header=False)
     section = ""
     for finding in findings:

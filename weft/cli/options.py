@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options shared by commands: words from a list, a device, and a console for tables."""
+"""Functions that several commands use for their options and output."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weft.errors import InvalidArgument
 DEVICES = ("auto", "cpu", "cuda")
 
 
-def choice(allowed: Sequence[str], text: str, *, several: bool = False) -> Any:
-    """Return an option restricted to `allowed` words, with completion and help.
+def choice_option(allowed: Sequence[str], text: str, *, several: bool = False) -> Any:
+    """Create an option that accepts only `allowed` words, with completion and help.
 
-    Other words are refused with exit code 2. With `several`, words are separated by commas.
+    Another word ends the command with exit code 2. With `several`, words are separated by commas.
     """
 
     def check(value: str | None) -> str | None:
-        for word in words(value or "") if several else [value]:
+        for word in split_words(value or "") if several else [value]:
             if value is not None and word not in allowed:
                 number = "some" if several else "one"
                 raise typer.BadParameter(f"{word!r}: choose {number} of {', '.join(allowed)}")
@@ -36,23 +36,23 @@ def choice(allowed: Sequence[str], text: str, *, several: bool = False) -> Any:
     return typer.Option(callback=check, autocompletion=complete, help=text)
 
 
-def words(text: str) -> tuple[str, ...]:
-    """Split at commas, without duplicates."""
+def split_words(text: str) -> tuple[str, ...]:
+    """Split a text at commas, and remove duplicates."""
     return tuple(dict.fromkeys(word for word in text.replace(" ", "").split(",") if word))
 
 
-def chosen_device(device: str) -> str:
-    """Return "cpu" or "cuda".
+def select_device(device: str) -> str:
+    """Return "cpu" or "cuda" for the option --device.
 
-    Raises InvalidArgument for another name, or for cuda where torch sees no GPU.
+    Raises InvalidArgument for another name, or for "cuda" if torch finds no GPU.
     """
-    import torch  # not needed for help and for the doctor
+    import torch  # not needed for help and the doctor
 
     if device not in DEVICES:
         raise InvalidArgument(f"device is {device!r}; choose one of {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument(
-            f"device is 'cuda', but torch {torch.__version__} sees no GPU; "
+            f"device is 'cuda', but torch {torch.__version__} finds no GPU; "
             "use --device cpu, or run `weft doctor`"
         )
     if device == "auto":
@@ -60,8 +60,8 @@ def chosen_device(device: str) -> str:
     return device
 
 
-def wide_console(*, stderr: bool = False) -> Console:
-    """Return a console for tables, at least 120 columns wide if it is not a terminal."""
+def create_console(*, stderr: bool = False) -> Console:
+    """Create a console for tables, at least 120 columns wide if it is not a terminal."""
     console = Console(stderr=stderr)
     if not console.is_terminal:
         console.width = max(console.width, 120)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contents of a bug report, from `weft doctor --report`; they need no torch.
+"""Bug reports of `weft doctor --report`, which do not need torch.
 
-A report contains no private names: of the environment it has the variables of one list, with
-private values masked, and in every text the user, host and home are replaced.
+A report contains no private names. It has only the environment variables of a fixed list, with
+private values masked, and the names of user, host and home directory are replaced in every text.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 from weft import __version__
 from weft.bench.machine import describe_code, query_nvidia_smi, read_cpu_name
-from weft.cli.findings import Finding, torch_problem
+from weft.cli.findings import Finding, find_torch_error
 from weft.errors import InvalidArgument
 
-# All variables that weft or its dependencies read: docs/user/environment.md.
+# All variables that weft or its dependencies read, as in docs/user/environment.md.
 VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CXX", "GLOO_SOCKET_IFNAME", "LD_LIBRARY_PATH", "LOCAL_RANK"),
     *("MASTER_ADDR", "MASTER_PORT", "NVSHMEM_QP_DEPTH", "RANK", "TMPDIR"),
@@ -35,31 +35,31 @@ VARIABLES = (
     *("WEFT_VLLM_PREFILL_TOKENS", "WEFT_VLLM_TIMEOUT", "WORLD_SIZE", "XDG_CACHE_HOME"),
 )
 MASKED = ("MASTER_ADDR",)  # usually a host name
-PACKAGES = re.compile(
+PACKAGE_PATTERN = re.compile(
     r"cuda[-_]|nvidia[-_]|(torch|triton|numpy|sglang|vllm|transformers|flashinfer.*|deep[-_]ep)$"
 )
 
 
-def report(findings: list[Finding]) -> dict[str, Any]:
-    """Return a bug report as JSON values: section -> name -> value."""
+def build_report(findings: list[Finding]) -> dict[str, Any]:
+    """Build a bug report as JSON values: section -> name -> value."""
     topology = query_nvidia_smi("topo", "-m") or "none"
     packages = {
-        each.metadata["Name"]: each.version
-        for each in importlib.metadata.distributions()
-        if PACKAGES.match(each.metadata["Name"].lower())
+        distribution.metadata["Name"]: distribution.version
+        for distribution in importlib.metadata.distributions()
+        if PACKAGE_PATTERN.match(distribution.metadata["Name"].lower())
     }
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     sections = {
-        "weft": describe_code() if torch_problem() is None else {"version": __version__},
+        "weft": describe_code() if find_torch_error() is None else {"version": __version__},
         "packages": dict(sorted(packages.items())),
         "system": {
             "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
             "libc": " ".join(platform.libc_ver()),
             "cpu": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} x {read_cpu_name()}",
             "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') >> 20} MiB",
-            "memory of the control group": _read("/sys/fs/cgroup/memory.max"),
+            "memory of the control group": _read_text("/sys/fs/cgroup/memory.max"),
             "/dev/shm": f"{shared.free >> 20} of {shared.total >> 20} MiB free" if shared else "",
-            "ptrace_scope": _read("/proc/sys/kernel/yama/ptrace_scope"),
+            "ptrace_scope": _read_text("/proc/sys/kernel/yama/ptrace_scope"),
             "container": str(any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))),
             "links": re.sub(r"\x1b\[[0-9;]*m", "", topology).partition("\nLegend")[0].rstrip(),
         },
@@ -69,23 +69,24 @@ def report(findings: list[Finding]) -> dict[str, Any]:
             if name in os.environ
         },
         "findings": {
-            each.name: f"{each.status}  {each.detail}" + (each.remedy and f" -> {each.remedy}")
-            for each in findings
+            finding.name: f"{finding.status}  {finding.detail}"
+            + (finding.remedy and f" -> {finding.remedy}")
+            for finding in findings
         },
     }
-    words = _private_words()
+    patterns = _build_redactions()
     return {
-        section: {name: _redact(value, words) for name, value in values.items()}
+        section: {name: _redact(value, patterns) for name, value in values.items()}
         for section, values in sections.items()
     }
 
 
 def write_report(path: str, findings: list[Finding], *, as_json: bool) -> None:
-    """Write the report to a file, or to stdout for "-". A file that ends in .json holds JSON.
+    """Write the report to a file, or to stdout if `path` is "-". JSON if `path` ends in .json.
 
     Raises InvalidArgument if the file cannot be written.
     """
-    sections = report(findings)
+    sections = build_report(findings)
     lines: list[str] = []
     for title, values in sections.items():
         lines += [f"{title}:", *(f"  {name}: {value}" for name, value in values.items())]
@@ -101,27 +102,27 @@ def write_report(path: str, findings: list[Finding], *, as_json: bool) -> None:
         raise InvalidArgument(f"cannot write the report to {path}: {error.strerror}") from error
 
 
-def _read(path: str) -> str:
+def _read_text(path: str) -> str:
     return Path(path).read_text().strip() if os.path.exists(path) else "unknown"
 
 
-def _private_words() -> dict[str, str]:
-    """Return patterns of private words with their replacements, the longest first."""
+def _build_redactions() -> dict[str, str]:
+    """Build patterns of private names and their replacements, the longest first."""
     home, host = os.path.expanduser("~"), socket.gethostname()
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # the user has no name
         user = ""
-    words = {re.escape(each): "~" for each in {home, os.path.realpath(home)} - {"/"}}
+    patterns = {re.escape(path): "~" for path in {home, os.path.realpath(home)} - {"/"}}
     names = {user: "(user)", host: "(host)", host.partition(".")[0]: "(host)"}
-    for name, replacement in names.items():  # as whole words; root identifies nobody
+    for name, replacement in names.items():  # as whole words; "root" is not private
         if name not in ("", "root", "localhost"):
-            words[rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"] = replacement
-    return dict(sorted(words.items(), key=lambda each: -len(each[0])))
+            patterns[rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"] = replacement
+    return dict(sorted(patterns.items(), key=lambda item: -len(item[0])))
 
 
-def _redact(value: Any, words: dict[str, str]) -> Any:
+def _redact(value: Any, patterns: dict[str, str]) -> Any:
     if isinstance(value, str):
-        for word, replacement in words.items():
-            value = re.sub(word, replacement, value, flags=re.IGNORECASE)
+        for pattern, replacement in patterns.items():
+            value = re.sub(pattern, replacement, value, flags=re.IGNORECASE)
     return value
