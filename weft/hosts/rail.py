@@ -399,15 +399,15 @@ class Rail:
     def _poll(self, overdue: float | None) -> bool:
         """End an exchange that is overdue, or that waits although another rank has failed.
 
-        Its connections may stay open: a child that a dead rank forked keeps them, and a rank that
-        left an operator may still run. On a GPU the abort ends the kernels.
+        Connections may stay open: a forked child of a dead rank holds them, and a rank that closed
+        an operator may still run. On a GPU the abort ends the kernels.
         """
         awaited_hosts, now, since = self._awaited_hosts, time.monotonic(), self._overdue_since
         if overdue is None and since is not None:  # the overdue exchange ended after all
             self._overdue_since = None
             self._first_error.report_wait([])
         elif overdue is not None and since is None:
-            # Ranks that wait as long may wait for another host; give them time to report it.
+            # The awaited ranks may themselves wait for another host; give them time to report it.
             self._overdue_since = now
             self._first_error.report_wait(awaited_hosts)
         if overdue is not None and since is not None and now - since >= REPORT_SECONDS:

@@ -162,7 +162,7 @@ def load_kernels(device: torch.device, shape: LowLatencyShape, build: Build) -> 
     """
     if build.split_phase and shape.gemm_push:
         raise InvalidArgument(
-            "split_phase=True, combine='gemm_push', whose combine sends nothing: leave "
+            "split_phase=True with combine='gemm_push', which has no send half: leave "
             "split_phase out"
         )
     if device.type == "cpu":

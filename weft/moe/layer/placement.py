@@ -84,9 +84,7 @@ class LayerPlacement:
         check_instance("replicas", replicas, Replicas, "weft.moe.balance returns one")
         original = self._workspace.options.replicas
         if original is None:
-            raise InvalidArgument(
-                "replicas for a layer that was built without them: pass replicas= to MoE, too"
-            )
+            raise InvalidArgument("this layer was built without replicas: pass replicas= to MoE")
         sizes = (replicas.ranks, replicas.num_experts, len(replicas.logical))
         expected = (original.ranks, original.num_experts, len(original.logical))
         if sizes != expected:
