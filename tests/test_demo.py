@@ -129,11 +129,11 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.22.1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(InvalidArgument, match=r"transformers is 5\.22\.1; the demo needs 5\.23"):
-        demo.validate_ranks(2, "cpu")
+        demo.select_ranks(2, "cpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     text = r"needs transformers.*\[transformers\]'"
     with pytest.raises(InvalidArgument, match=text):
-        demo.validate_ranks(2, "cpu")
+        demo.select_ranks(2, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,10 @@ def test_missing_packages_are_named(monkeypatch):
 def test_ranks_of_gpus(monkeypatch, gpus, found):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert demo.validate_ranks(None, "auto") == found
+    assert demo.select_ranks(None, "auto") == found
     if gpus < 4:
         with pytest.raises(InvalidArgument, match=f"--device cuda supports at most {gpus}"):
-            demo.validate_ranks(4, "cuda")
+            demo.select_ranks(4, "cuda")
 
 
 def test_only_the_final_number_counts():

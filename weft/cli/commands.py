@@ -134,7 +134,7 @@ def demo(
     from weft.cli import demo_kill
     from weft.cli.options import create_console
 
-    count, device = cli_demo.validate_ranks(ranks, device)
+    count, device = cli_demo.select_ranks(ranks, device)
     cli_demo.check_hosts(hosts, count, kill=kill is not None)
     console = create_console()
     hosts_text = f" of {hosts} hosts" if hosts > 1 else ""

@@ -100,8 +100,8 @@ class DemoResult:
         return sum(a == b for a, b in zip(self.texts, self.single_process.texts, strict=True))
 
 
-def validate_ranks(ranks: int | None, device: str) -> tuple[int, str]:
-    """Return the number of ranks and the device of a demo after checking them.
+def select_ranks(ranks: int | None, device: str) -> tuple[int, str]:
+    """Select the number of ranks and the device of a demo.
 
     `ranks` None selects 4, or the number of GPUs if smaller. "auto" selects GPUs only if there are
     several. Raises InvalidArgument for an unsupported number of ranks, and for missing GPUs or
@@ -145,7 +145,7 @@ def check_hosts(hosts: int, ranks: int, *, kill: bool) -> None:
 
 
 def uses_namespaces(hosts: int, device: str) -> bool:
-    """Whether each host gets a network namespace. It needs CPU ranks and permissions."""
+    """Whether each host gets a network namespace: with CPU ranks, if the machine allows it."""
     return hosts > 1 and device == "cpu" and can_create_namespaces()
 
 

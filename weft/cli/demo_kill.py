@@ -78,12 +78,14 @@ class KillDemoResult:
     @property
     def living(self) -> list[SurvivorResult]:
         """Results of the survivors."""
-        return [each for each in self.ranks if each is not None]
+        return [survivor for survivor in self.ranks if survivor is not None]
 
     @property
     def texts(self) -> list[str | None]:
         """The survivors' texts in the order of the questions."""
-        texts = {number: text for each in self.living for number, text in each.texts.items()}
+        texts = {
+            number: text for survivor in self.living for number, text in survivor.texts.items()
+        }
         return [texts.get(number) for number in range(len(self.questions))]
 
     @property
@@ -111,8 +113,8 @@ def rank_body(group: Group, questions: list[Question], victim: int) -> SurvivorR
             unanswered = [i for rank in generator.result.dead for i in numbers[rank :: group.size]]
             living = group.living
             parts: list[Sequence[int]] = [()] * group.size
-            for place, rank in enumerate(living):
-                parts[rank] = unanswered[place :: len(living)]
+            for index, rank in enumerate(living):
+                parts[rank] = unanswered[index :: len(living)]
             generator.generate(parts)
         return generator.result
     finally:
@@ -166,8 +168,8 @@ class BatchGenerator:
         """
         part = parts[self.group.rank]
         numbers = list(part) or [0]
-        batches = [[self._lengths[i] for i in each] or [self._lengths[0]] for each in parts]
-        max_rows = max(len(each) * max(each) for each in batches)
+        batches = [[self._lengths[i] for i in indices] or [self._lengths[0]] for indices in parts]
+        max_rows = max(len(lengths) * max(lengths) for lengths in batches)
         batch = _Batch(self._tokenizer, [self._prompts[i] for i in numbers], self._model)
         last_step_time = time.perf_counter()
         failed_at: float | None = None
@@ -285,7 +287,9 @@ def print_result(console: Console, result: KillDemoResult, victim: int) -> bool:
     """Print a recovered sentence, times and a comparison; return whether all texts match."""
     write = partial(console.print, highlight=False)
     count, living = len(result.questions), result.living
-    is_as_planned = result.ranks[victim] is None and all(each.dead == (victim,) for each in living)
+    is_as_planned = result.ranks[victim] is None and all(
+        survivor.dead == (victim,) for survivor in living
+    )
     if is_as_planned:
         rank, first = next((r, each) for r, each in enumerate(result.ranks) if each is not None)
         number = min(first.texts)
@@ -306,7 +310,7 @@ def print_result(console: Console, result: KillDemoResult, victim: int) -> bool:
             f"{pause * 1e3:.0f} ms after the one before, and answered its questions, too."
         )
     else:
-        dead = sorted({rank for each in living for rank in each.dead})
+        dead = sorted({rank for survivor in living for rank in survivor.dead})
         write(f"\nRank {victim} should have been killed, but these ranks died: {dead}")
     right = sum(
         text is not None and q.is_correct(text)

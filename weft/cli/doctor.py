@@ -32,7 +32,7 @@ MIN_FILES = 1024  # open files for the sockets and handles of 72 ranks, and for 
 
 
 def run_checks() -> list[Finding]:
-    """Run all checks. Status "fail" means that ranks cannot run on this machine's devices."""
+    """Run all checks and return their findings; with "fail", ranks cannot run on this machine."""
     findings: list[Finding] = []
     for section, check_section in (
         ("software", _check_software),

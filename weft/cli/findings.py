@@ -44,7 +44,7 @@ def build_line(
 
 
 def check_basics() -> Iterator[Line]:
-    """Check Python, and for another project named `weft`. Does not need torch."""
+    """Check Python, and whether another project named `weft` is installed, without torch."""
     version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     is_ok = sys.version_info[:2] >= MIN_PYTHON and platform.system() == "Linux"
     yield build_line("python", is_ok, version, "weft needs Linux and Python 3.11 or newer")

@@ -100,12 +100,12 @@ def check_payloads(
 
 
 def check_ids(rows: Sequence[Payload], top_k: int, invalid: int, index: int | None) -> None:
-    """Raise InvalidArgument unless payload `index` holds expert ids that can be `invalid`."""
+    """Raise InvalidArgument unless payload `index` has expert ids and its dtype fits `invalid`."""
     if index is None:
         raise InvalidArgument(
             "expert_id_payload_index is None with "
             f"invalid_token_expert_id={format_value(invalid)}; it must be 0..{len(rows) - 1}, the "
-            "payload that holds the expert ids"
+            "payload with the expert ids"
         )
     index = check_int("expert_id_payload_index", index, 0, len(rows) - 1)
     id_dtypes = (torch.int32, torch.int64)

@@ -160,7 +160,7 @@ class AllReduceFusionWorkspace:
         return tp_size == self.world_size and self._supports(num_tokens, hidden_dim, dtype)
 
     def select_backend(self, use_oneshot: bool | None, rows: torch.Tensor, num_tokens: int) -> str:
-        """Return the backend that use_oneshot selects if it supports the size, otherwise "auto"."""
+        """Return the backend that use_oneshot selects, or "auto" if that does not fit the size."""
         if use_oneshot is None:
             return "auto"
         check_bools(use_oneshot=use_oneshot)
@@ -185,7 +185,7 @@ class AllReduceFusionWorkspace:
             raise rename_argument(error, names) from error
 
     def get_scale_tensor(self, value: float) -> torch.Tensor:
-        """Return a cached float32 tensor `[1]` that holds `value`.
+        """Return a cached float32 tensor `[1]` with `value`.
 
         Raises:
             InvalidArgument: If the value is new in a graph capture.

@@ -300,7 +300,7 @@ class MoeAlltoAll:
         if (hidden_size, dtype) == (pending.row.hidden, pending.row.dtype):
             pending.combine_buffer = pending.combine_operator.output(pending.limit)
         else:
-            self._check_row_changeable(CombineRow(hidden_size, dtype), pending)
+            self._get_saved_ids(CombineRow(hidden_size, dtype), pending)
             self._check_sizes(hidden=hidden_size, dtype=dtype)
             shape = (self.ep_size, pending.limit, hidden_size)
             pending.combine_buffer = torch.empty(shape, dtype=dtype, device=self.group.device)
@@ -427,7 +427,7 @@ class MoeAlltoAll:
         """
         workspace, pending = self._require_dispatch("combine")
         if row != pending.row:
-            ids = self._check_row_changeable(row, pending)
+            ids = self._get_saved_ids(row, pending)
             operator = workspace.get_operator(pending.payloads, row)
             zero_payloads = [
                 torch.zeros((pending.tokens, size), dtype=torch.uint8, device=self.group.device)
@@ -453,8 +453,8 @@ class MoeAlltoAll:
         finally:
             operator.end_rounds()
 
-    def _check_row_changeable(self, row: CombineRow, pending: _Round) -> torch.Tensor:
-        """Return the tokens' ids. Raises InvalidArgument if the round cannot return other rows."""
+    def _get_saved_ids(self, row: CombineRow, pending: _Round) -> torch.Tensor:
+        """Return the tokens' ids. Raises InvalidArgument if this round cannot return other rows."""
         if pending.ids is None:
             raise InvalidArgument(
                 f"hidden_size {row.hidden}, dtype {row.dtype} and use_low_precision={row.fp8} of "

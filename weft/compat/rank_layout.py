@@ -31,7 +31,7 @@ def compute_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> 
 
     Entries outside of 0..num_experts - 1 are not counted.
     """
-    # Entries that name no expert map to num_experts, a column of their own.
+    # Entries that name no expert map to num_experts, an additional column.
     ids = topk_idx.long().clamp(-1, num_experts).remainder_(num_experts + 1)
     in_rank = ids.new_zeros((len(ids), num_ranks + 1), dtype=torch.bool)
     in_rank.scatter_(1, ids // (num_experts // num_ranks), True)

@@ -111,7 +111,7 @@ class RowExchange:
 
     def close(self) -> None:
         """Free the memory. Local."""
-        run_all(*(each.close for each in (*self._resources, self.a2a)))
+        run_all(*(resource.close for resource in (*self._resources, self.a2a)))
 
 
 class RowDispatch(RowExchange):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plug-ins for serving engines. Each engine imports only its own subpackage.
+"""Plug-ins for serving engines. Each engine imports only its subpackage.
 
 weft.plugins.transformers: expert parallelism of transformers, `ep_implementation="weft"`.
 weft.plugins.sglang: MoE blocks of SGLang, `--moe-a2a-backend weft`.

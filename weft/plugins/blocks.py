@@ -56,7 +56,7 @@ class Limits:
 
 
 class Blocks:
-    """The MoE layers of one process. Collective: every rank makes the same calls in the same order.
+    """MoE layers of one process. Collective: every rank makes the same calls in the same order.
 
     `max_tokens` is the largest token count over all ranks. It selects the operator and the number
     of rounds, so all ranks must pass the same value; a captured graph fixes both.
@@ -100,12 +100,16 @@ class Blocks:
                 f"{layer.hidden}, which weft would pad to {config.hidden}: it pads only layers "
                 "without a shared expert"
             )
-        experts, expected, fp8 = layer.local_expert_weights(), layer.local_expert_ids(), layer.fp8
+        experts, expected, fp8 = (
+            layer.local_expert_weights(),
+            layer.local_expert_ids(),
+            layer.uses_fp8_rows,
+        )
 
         def get_weights(expert_ids: tuple[int, ...]) -> Any:
             if expert_ids != expected:
                 raise OutOfOrder(
-                    f"rank {self.group.rank} holds experts {expected[:1]} to {expected[-1:]} in "
+                    f"rank {self.group.rank} has experts {expected[:1]} to {expected[-1:]} in "
                     f"{layer.name}, but {expert_ids[:1]} to {expert_ids[-1:]} in weft: the "
                     "engine numbers its ranks differently"
                 )
@@ -280,7 +284,7 @@ class Blocks:
 
     @contextlib.contextmanager
     def log_group_errors(self) -> Iterator[None]:
-        """Log group errors raised in the context, in one line. Engines log many tracebacks."""
+        """Log group errors raised in the context as one line. Engines log long tracebacks."""
         try:
             yield
         except GroupError as error:

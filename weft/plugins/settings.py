@@ -29,8 +29,8 @@ class Settings:
             weft moves the tokens, and the engine computes the experts.
         decode: Mode of the decode operators, as in `weft.MoE(mode=)`.
         overlap: Overlap of the decode and prefill operators, as in `weft.MoE(overlap=)`.
-        combine_dtype: "fp8" halves the bytes of combined results; None ("" in the variable) keeps
-            the dtype.
+        combine_dtype: "fp8" halves the bytes of combined results; None ("" in the variable): no
+            conversion.
         prefill_tokens: Maximum tokens per rank in one round of a prefill operator. None: derived
             from the engine's flags, at most 4096. A larger batch runs in several rounds.
         timeout: Seconds that a layer waits for a late peer. A rank may compile for minutes while

@@ -58,18 +58,18 @@ class Layer:
     bias: str = ""
 
     @property
-    def fp8(self) -> bool:
+    def uses_fp8_rows(self) -> bool:
         """Whether rows are sent as FP8."""
-        return self.mxfp4 or bool(self.module.w13_weight.dtype == torch.float8_e4m3fn)
+        return self.is_mxfp4 or bool(self.module.w13_weight.dtype == torch.float8_e4m3fn)
 
     @property
-    def mxfp4(self) -> bool:
+    def is_mxfp4(self) -> bool:
         """Whether the weights are MXFP4."""
         return bool(self.module.w13_weight.dtype == MXFP4)
 
     def build_config(self, *, shared: int = 0) -> MoEConfig:
         """Build the layer's config; `shared` is the shared expert's intermediate size, or 0."""
-        block = FP8_BLOCK if self.mxfp4 else 1
+        block = FP8_BLOCK if self.is_mxfp4 else 1
         return MoEConfig(
             hidden=-(-self.hidden // block) * block,
             intermediate=-(-self.intermediate // block) * block,
@@ -83,7 +83,7 @@ class Layer:
     @property
     def is_reordered(self) -> bool:
         """Whether weft needs the weights in another order or dtype than the engine."""
-        return self.mxfp4 or self.interleaved or bool(self.bias)
+        return self.is_mxfp4 or self.interleaved or bool(self.bias)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the module's parameters that weft uses, by name."""
@@ -99,7 +99,7 @@ class Layer:
         and raises if the engine loads weights into them. `packed=False` converts MXFP4 to FP8 even
         if a kernel for packed weights exists.
         """
-        module, mxfp4 = self.module, self.mxfp4
+        module, mxfp4 = self.module, self.is_mxfp4
         tensors: dict[str, torch.Tensor | None] = {}
         for name, field in (("w13", "gate_up"), ("w2", "down")):
             tensors[field] = getattr(module, f"{name}_weight").data
@@ -198,7 +198,7 @@ def _check_tensors(layer: Layer) -> Iterator[str]:
     """Yield each dtype, shape, scale and bias of the layer that weft does not support."""
     if layer.dtype not in DTYPES:
         yield f"params_dtype is {layer.dtype}; weft supports {', '.join(map(str, DTYPES))}"
-    if layer.mxfp4:
+    if layer.is_mxfp4:
         yield from _check_mxfp4(layer)
     else:
         yield from _check_matrices(layer)
@@ -236,7 +236,7 @@ def _check_mxfp4(layer: Layer) -> Iterator[str]:
 
 
 def _check_matrices(layer: Layer) -> Iterator[str]:
-    num_local_experts, hidden, fp8 = layer.num_local_experts, layer.hidden, layer.fp8
+    num_local_experts, hidden, fp8 = layer.num_local_experts, layer.hidden, layer.uses_fp8_rows
     fix = f": pass {layer.flag}" if layer.flag else ""
     shapes = {
         "w13_weight": (num_local_experts, 2 * layer.intermediate, hidden),

@@ -111,7 +111,7 @@ def make_runner(
             groups["moe"] = standin.GroupCoordinator(ranks, made)
     standin.STATE.groups = groups
     # A test must not end the process that started the ranks.
-    setattr(allreduce, "make_end_server", lambda parent: lambda: None)  # noqa: B010
+    setattr(allreduce, "create_server_terminator", lambda parent: lambda: None)  # noqa: B010
     model = Model(dtype, gemma, release, **norm)
     known = SimpleNamespace(architectures=["Fusing"])
     args = standin.parse("--moe-a2a-backend", backend)

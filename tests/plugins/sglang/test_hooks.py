@@ -24,7 +24,7 @@ from weft.plugins.blocks import Limits
 from weft.plugins.engine_api import Engine
 from weft.plugins.settings import Settings
 from weft.plugins.sglang import engine, flags, models, register
-from weft.plugins.sglang.hooks import SGLANG, check_applied, make_end_server
+from weft.plugins.sglang.hooks import SGLANG, check_applied, create_server_terminator
 from weft.plugins.sglang.weights import build_layer, check_experts
 
 
@@ -173,9 +173,9 @@ def test_a_hook_that_sglang_could_not_apply_is_an_error(sglang: Callable[[str], 
 def test_the_server_is_ended_by_a_signal_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *inputs: sent.append(inputs))
-    make_end_server(-1)()
+    create_server_terminator(-1)()
     assert sent == []
-    make_end_server(os.getppid())()
+    create_server_terminator(os.getppid())()
     assert sent == [(os.getppid(), signal.SIGQUIT)]
 
 
@@ -237,11 +237,11 @@ def test_weights_are_taken_without_a_copy(dtype: torch.dtype) -> None:
     check_experts(layer, form="block")
     as_weft = build_layer(layer)
     own, config = as_weft.local_expert_weights(), as_weft.build_config(shared=128)
-    own.check(config, 4, torch.device("cpu"), fp8=as_weft.fp8)
+    own.check(config, 4, torch.device("cpu"), fp8=as_weft.uses_fp8_rows)
     assert own.gate_up.data_ptr() == layer.w13_weight.data_ptr()
     assert own.down.data_ptr() == layer.w2_weight.data_ptr()
-    assert as_weft.fp8 == (dtype == torch.float8_e4m3fn)
-    if as_weft.fp8:
+    assert as_weft.uses_fp8_rows == (dtype == torch.float8_e4m3fn)
+    if as_weft.uses_fp8_rows:
         assert own.gate_up_scale is not None
         assert own.gate_up_scale.data_ptr() == layer.w13_weight_scale_inv.data_ptr()
     assert (config.shared, config.routing.num_experts, config.routing.top_k) == (128, 8, 3)
@@ -263,7 +263,7 @@ def test_mxfp4_is_left_as_loaded_and_packed() -> None:
     expected = dequantize_mxfp4(layer.w13_weight, layer.w13_weight_scale)
     as_weft = build_layer(layer)
     own = as_weft.local_expert_weights()
-    own.check(as_weft.build_config(), 4, torch.device("cpu"), fp8=as_weft.fp8)
+    own.check(as_weft.build_config(), 4, torch.device("cpu"), fp8=as_weft.uses_fp8_rows)
     assert own.gate_up_scale is not None
     assert torch.equal(unpack_mxfp4(own.gate_up, own.gate_up_scale), expected)
     assert own.gate_up.data_ptr() == layer.w13_weight.data_ptr()  # which EPLB moves

@@ -300,7 +300,7 @@ def lose_last_rank(group: weft.Group, folder: str) -> None:
     os.environ["WEFT_SGLANG_TIMEOUT"] = "600"
     ended: list[bool] = []
     end = lambda parent: lambda: ended.append(True)  # noqa: E731
-    setattr(engine, "make_end_server", end)  # noqa: B010
+    setattr(engine, "create_server_terminator", end)  # noqa: B010
     faults.GRACE_SECONDS = 0.0
     server, kept = Server(group, "glm4"), Kept()
     last, counts = group.size - 1, [2] * group.size

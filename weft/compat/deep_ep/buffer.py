@@ -177,7 +177,7 @@ class Buffer:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Return the bytes of symmetric memory for top_k up to 16; results need as many again."""
+        """Return the bytes of symmetric memory for top_k up to 16, without those of results."""
         num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
         max_tokens = num_max_dispatch_tokens_per_rank
         return LowLatencyAllToAll.memory_bytes(
@@ -278,7 +278,7 @@ class Buffer:
             x: bfloat16 `[local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden]`. Any
                 tensor is read in place, without a copy.
             topk_idx: As in the dispatch.
-            topk_weights: float32 `[tokens, top_k]`. The token's owner applies them in top-k order.
+            topk_weights: float32 `[tokens, top_k]`, applied in top-k order on the token's rank.
             handle: The dispatch's handle.
             use_logfmt: Must be False.
             zero_copy: Read the handle's `get_next_low_latency_combine_buffer` instead of x.
@@ -341,7 +341,7 @@ class Buffer:
         mask_status.copy_(torch.tensor(self._dead_mask(), dtype=torch.int32))
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Raise unless a rank is masked or not, as `mask` says. No mask is changed.
+        """Raise InvalidArgument unless `mask` is the rank's current state. No mask is changed.
 
         `Group.recover` masks a rank on all ranks once its process has ended.
 
@@ -429,7 +429,7 @@ class Buffer:
         NormalHandle | None,
         EventOverlap,
     ]:
-        """Send each token once to every rank that is_token_in_rank marks.
+        """Send each token once to each of its ranks in is_token_in_rank.
 
         Args:
             x: bfloat16 `[tokens, hidden]`, or float8_e4m3fn with its scales, float32 or int32

@@ -32,9 +32,9 @@ from weft.plugins.sglang.hooks import (
     SRT,
     Hook,
     check_applied,
+    create_server_terminator,
     get_model_device,
     install,
-    make_end_server,
     resolve_flags,
 )
 
@@ -75,7 +75,7 @@ class TensorParallel:
     enables fusion for the model, and the sums after attention and experts are over this group.
     """
 
-    def __init__(self, device: torch.device, *, model_fuses: bool) -> None:
+    def __init__(self, device: torch.device, *, is_fusion_enabled: bool) -> None:
         from sglang.srt.distributed import parallel_state
         from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
@@ -89,13 +89,13 @@ class TensorParallel:
         sums_over_group = get_moe_a2a_backend().is_none() and all(
             map(self.is_same_group, sum_groups)
         )
-        self.can_fuse_sums = model_fuses and sums_over_group
+        self.can_fuse_sums = is_fusion_enabled and sums_over_group
         self.timeout = Settings.read("SGLANG").timeout
         group = Group.from_torch(tensor.cpu_group, device=device, timeout=self.timeout)
         self.group = group.require_one_host(
             f"{SWITCH}=1", fix=f"unset {SWITCH}, or keep --tp within one host"
         )
-        self._watch = Watch(self.group, end_server=make_end_server(os.getppid()))
+        self._watch = Watch(self.group, end_server=create_server_terminator(os.getppid()))
         self._leases: dict[tuple[int, torch.dtype], Lease[AllReduce]] = {}
 
     def is_same_group(self, coordinator: Any) -> bool:
@@ -179,7 +179,7 @@ def after_load_model(result: object, runner: Any) -> None:
         return
     if _tensor_parallel is None:
         _tensor_parallel = TensorParallel(
-            get_model_device(runner), model_fuses=_model_fuses(runner, server_args)
+            get_model_device(runner), is_fusion_enabled=_is_fusion_enabled(runner, server_args)
         )
     _tensor_parallel.add_operator(runner.model_config.hidden_size, runner.model_config.dtype)
 
@@ -295,7 +295,7 @@ def close() -> None:
         closing.close()
 
 
-def _model_fuses(runner: Any, server_args: Any) -> bool:
+def _is_fusion_enabled(runner: Any, server_args: Any) -> bool:
     """Whether SGLang or the user enabled all-reduce fusion for the model."""
     from sglang.srt.arg_groups.overrides import _FLASHINFER_ALLREDUCE_FUSION_ARCHS
 

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 # Flags.
 
 
-def list_required_flags(server_args: Any) -> Iterator[str]:
+def list_missing_flags(server_args: Any) -> Iterator[str]:
     """Yield the required setting of each flag that has another value.
 
     With the required flags, SGLang itself runs no collectives over all ranks during forward passes.
@@ -218,7 +218,7 @@ _has_unreported_deaths = False  # whether dead ranks must be reported to the tok
 
 
 def enable_recovery(group: Group, runner: Any) -> None:
-    """Enable recovery: from now on the ranks of `group` continue if one of them dies."""
+    """Enable recovery: from now on, the ranks of `group` continue if one of them dies."""
     global _survivors
 
     def on_death(dead: set[int]) -> None:

@@ -27,8 +27,8 @@ from weft.plugins.sglang.hooks import (
     SRT,
     Hook,
     check_applied,
+    create_server_terminator,
     get_model_device,
-    make_end_server,
     resolve_flags,
 )
 from weft.plugins.sglang.models import (
@@ -80,7 +80,7 @@ def after_load_model(result: Any, runner: Any) -> None:
                     "--elastic-ep-backend weft", fix="leave it out, or start without --nnodes"
                 )
             _blocks = Blocks(group, compute_limits(server_args, settings), settings)
-            end = make_end_server(os.getppid())
+            end = create_server_terminator(os.getppid())
             if server_args.elastic_ep_backend is None:
                 _blocks.watch = Watch(group, end_server=end)
             else:

@@ -138,7 +138,7 @@ def requires_mlp_tp_gather(original: Callable[..., Any], *args: Any, **kwargs: A
     return (uses_weft and has_dp_attention()) or original(*args, **kwargs)
 
 
-def make_fallback_noncontiguous(
+def get_noncontiguous_fallback(
     original: Callable[..., Any], info: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Return a non-contiguous tensor; wraps MLPSyncBatchInfo._get_fallback_tensor.
@@ -190,7 +190,7 @@ def check_server(server_args: Any) -> None:
         raise InvalidArgument(
             f"--moe-a2a-backend weft does not support {', '.join(unsupported)}: remove these flags"
         )
-    required = [] if backend is None else list(elastic.list_required_flags(server_args))
+    required = [] if backend is None else list(elastic.list_missing_flags(server_args))
     if required:
         raise InvalidArgument(
             f"--elastic-ep-backend weft needs {', '.join(required)}: without them, SGLang "
@@ -260,7 +260,7 @@ HOOKS = (
     Hook(
         SRT + "managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_fallback_tensor",
         {"0.5.17": "self, device, dtype="},
-        function=make_fallback_noncontiguous,
+        function=get_noncontiguous_fallback,
     ),
 )
 # Functions and classes that the hooks use.

@@ -71,7 +71,7 @@ def resolve_flags(server_args: Any) -> Any:
     return resolved_view(server_args)
 
 
-def make_end_server(parent: int) -> Callable[[], None]:
+def create_server_terminator(parent: int) -> Callable[[], None]:
     """Return a function that ends the server as SGLang does: by SIGQUIT to the parent process."""
 
     def end() -> None:

@@ -78,8 +78,8 @@ def check() -> None:
 def close() -> None:
     """Free memory and groups of all models in this process that use weft.
 
-    Local and idempotent. A model also frees its own when Python collects it, and a process that
-    exits frees everything. Layers of a closed model raise OutOfOrder.
+    Local and idempotent. A model's memory is also freed when Python collects the model, and a
+    process that exits frees everything. Layers of a closed model raise OutOfOrder.
     """
     for exchange in list_exchanges():
         exchange.close()

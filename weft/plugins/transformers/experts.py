@@ -18,7 +18,7 @@ from weft.plugins.transformers.exchange import get_exchange
 class ExpertParallel(EPImplementation):  # type: ignore[misc]  # transformers is not type-checked
     """Expert parallelism of one experts module; the module's own forward computes the experts.
 
-    If all ranks have the same batch, each runs its own experts, and `AllReduce` sums the results.
+    If all ranks have the same batch, each runs its experts, and `AllReduce` sums the results.
     Otherwise ranks exchange rows with `AllToAll`; in a tensor-parallel replica of several ranks,
     each sends a slice of the batch, and an all-gather concatenates the results.
     """
@@ -143,9 +143,9 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]  # transformers is
             sums: torch.Tensor = self.experts_forward(x, local, weights.masked_fill(unused, 0.0))
             return sums.contiguous()
         # One row per local expert of a token, so that experts of other ranks cost nothing.
-        row, place = (ids >= 0).nonzero(as_tuple=True)
+        row, column = (ids >= 0).nonzero(as_tuple=True)
         sums = x.new_zeros(x.shape, dtype=torch.float32)
         if len(row):
-            local, scale = ids[row, place, None].long(), weights[row, place, None]
+            local, scale = ids[row, column, None].long(), weights[row, column, None]
             sums.index_add_(0, row, self.experts_forward(x[row], local, scale).float())
         return sums.to(x.dtype)

