@@ -117,7 +117,7 @@ def rounded_counts(group: weft.Group) -> int:
     importlib.import_module("sglang").STATE.counts = [5]
     from weft.plugins.sglang import engine
 
-    rows = engine.max_tokens_over_ranks()
+    rows = engine.get_max_tokens_over_ranks()
     leave()
     return rows
 
@@ -236,13 +236,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"enable_pdmux": True}, "--enable-pdmux: remove these flags"),
     ({"elastic_ep_backend": "mooncake"}, "--elastic-ep-backend mooncake: remove these flags"),
     ({"attn_cp_size": 2}, "--attn-cp-size: remove these flags"),
-    ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode: leave"),
-    ({"enable_lora": True}, "--lora-target-modules is not given: name"),
+    ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode: remove"),
+    ({"enable_lora": True}, "--lora-target-modules is not given: pass"),
     (
         {"enable_lora": True, "lora_target_modules": LORA_OF_EXPERTS},
-        "--lora-target-modules is gate_up_proj q_proj: name some of fused_qkv_a_proj_with_mqa",
+        "--lora-target-modules is gate_up_proj q_proj: pass a subset of fused_qkv_a_proj_with_mqa",
     ),
-    ({"enable_lora": True, "lora_target_modules": {"all"}}, "target-modules is all: name"),
+    ({"enable_lora": True, "lora_target_modules": {"all"}}, "target-modules is all: pass"),
 ]
 
 

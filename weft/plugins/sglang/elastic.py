@@ -273,11 +273,11 @@ def run_forward(run: Callable[[], Any], check: Callable[[], None], batch: Any) -
     """
     if _survivors is None:
         raise OutOfOrder("recovery is disabled: call enable_recovery first")
-    before, device = dict(vars(batch)), _survivors.group.device
+    saved_fields, device = dict(vars(batch)), _survivors.group.device
 
     def step() -> Any:
         vars(batch).clear()
-        vars(batch).update(before)
+        vars(batch).update(saved_fields)
         result = run()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()

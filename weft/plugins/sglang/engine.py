@@ -136,7 +136,7 @@ def run_moe_block(
             f"layer {block.layer_id} runs before weft's hook after ModelRunner.load_model"
         )
     x = hidden_states.view(-1, hidden_states.shape[-1])
-    topk, max_tokens = _route(block, x, forward_batch), max_tokens_over_ranks()
+    topk, max_tokens = _run_router(block, x, forward_batch), get_max_tokens_over_ranks()
     with _blocks.log_group_errors():
         if isinstance(dispatcher, BlockDispatcher):
             out = _blocks.run(block.experts, x, topk.topk_ids, topk.topk_weights, max_tokens)
@@ -164,7 +164,7 @@ def run_forward(
     return result
 
 
-def _route(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
+def _run_router(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
     """Run SGLang's router: physical ids, with -1 in the padding rows of a graph's batch."""
     if x.shape[0] == 0:  # SGLang's kernels cannot be launched on empty tensors
         return block.topk.empty_topk_output(x.device, layer_id=block.layer_id)
@@ -201,7 +201,7 @@ def _num_valid_tokens(forward_batch: Any) -> torch.Tensor | None:
     return num_tokens if enable_num_token_non_padded() else None
 
 
-def max_tokens_over_ranks() -> int:
+def get_max_tokens_over_ranks() -> int:
     """Return the largest token count over all ranks in this layer (identical on every rank)."""
     from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
     from sglang.srt.runtime_context import get_parallel

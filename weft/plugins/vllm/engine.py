@@ -176,7 +176,7 @@ def run_block(
     parallel = experts.moe_config.moe_parallel_config
     with _blocks.log_group_errors():
         return _blocks.run(
-            experts, x, mask_padding(ids, parallel), weights, max_tokens_over_ranks(x, parallel)
+            experts, x, mask_padding(ids, parallel), weights, get_max_tokens_over_ranks(x, parallel)
         )
 
 
@@ -185,7 +185,7 @@ def log_errors() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if _blocks is None else _blocks.log_group_errors()
 
 
-def max_tokens_over_ranks(x: torch.Tensor, parallel: Any) -> int:
+def get_max_tokens_over_ranks(x: torch.Tensor, parallel: Any) -> int:
     """Return the largest token count over all ranks in this layer (identical on every rank)."""
     if parallel.ep_size == 1:
         return x.shape[0]

@@ -161,7 +161,7 @@ class ExchangeMethodMixin:
         parallel = layer.moe_config.moe_parallel_config
         shared = (shared_experts, shared_experts_input)
         topk_ids = engine.mask_padding(topk_ids, parallel)
-        max_tokens, parts = engine.max_tokens_over_ranks(x, parallel), []
+        max_tokens, parts = engine.get_max_tokens_over_ranks(x, parallel), []
         # The same number of rounds on every rank.
         for start in range(0, max_tokens, exchange.max_tokens):
             part = slice(start, start + exchange.max_tokens)
