@@ -47,10 +47,10 @@ from weft.moe import (
     Replicas,
     Routing,
     balance,
+    compute_topk_weights,
     normalize_topk,
     route,
     router_logits,
-    weigh,
 )
 from weft.placement import MAX_EP_SIZE
 
@@ -184,7 +184,11 @@ def routers() -> list[Row]:
     linear = {"x": torch.randn((TOKENS, HIDDEN)), "gate": torch.randn((EXPERTS, HIDDEN))}
     return [
         row(route, {**good, "num_tokens": count}, logits=LOGITS, correction=KEPT),
-        row(weigh, {"routing": RULE, "logits": logits, "topk_ids": ids}, logits=LOGITS),
+        row(
+            compute_topk_weights,
+            {"routing": RULE, "logits": logits, "topk_ids": ids},
+            logits=LOGITS,
+        ),
         row(
             router_logits,
             {**linear, "bias": torch.zeros(EXPERTS)},

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.moe.oracle import choose, weigh
 from tests.moe.test_route_kernel import NUMBERS
 from weft.errors import InvalidArgument
-from weft.moe import MODELS, Routing, route, router_logits
-from weft.moe import weigh as weigh_given
+from weft.moe import MODELS, Routing, compute_topk_weights, route, router_logits
 from weft.moe.routing.router import Score
 
 SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -123,13 +122,13 @@ def test_weigh_equals_route(name):
     bias = torch.zeros(routing.num_experts) if routing.correction else None
     ids, weights = route(routing, logits, correction=bias)
     for chosen in (ids, ids.long()):
-        result = weigh_given(routing, logits, chosen)
+        result = compute_topk_weights(routing, logits, chosen)
         assert torch.equal(result.ids, ids)
         assert result.ids.dtype == torch.int32
         assert torch.equal(result.weights, weights)
     some = ids.long()
     some[0], some[1, 0], some[2, 0], some[3, 0] = -1, routing.num_experts, 1 << 32, -7
-    result = weigh_given(routing, logits, some)
+    result = compute_topk_weights(routing, logits, some)
     assert result.ids[0].tolist() == [-1] * routing.top_k
     assert result.ids[1:4, 0].tolist() == [2**31 - 1] * 3
     assert bool((result.weights[0] == 0).all())
@@ -178,7 +177,7 @@ def test_invalid_arguments_of_route_and_weigh_are_refused():
         with pytest.raises(InvalidArgument, match=words):
             route(routing, good, **options)
     with pytest.raises(InvalidArgument, match=r"topk_ids has shape \[3, 1\]"):
-        weigh_given(plain, good, torch.zeros(3, 1).int())
+        compute_topk_weights(plain, good, torch.zeros(3, 1).int())
 
 
 def test_router_logits_are_in_float32():

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 import weft
-from weft.moe import Expert, ExpertWeights, GatedExpert, MoEConfig, route, router_logits, weigh
+from weft.moe import (
+    Expert,
+    ExpertWeights,
+    GatedExpert,
+    MoEConfig,
+    compute_topk_weights,
+    route,
+    router_logits,
+)
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("safetensors.torch")
@@ -266,7 +274,9 @@ def _hash_layer(
         ) as layer,
         layer.sibling(read_weights(0), shared=first_shared, correction=none) as first,
     ):
-        ids, weights = weigh(config.routing, router_logits(x, first_gate), table[tokens])
+        ids, weights = compute_topk_weights(
+            config.routing, router_logits(x, first_gate), table[tokens]
+        )
         result = [first(x, topk_ids=ids, topk_weights=weights), layer(x, router_logits(x, gate))]
         first.check()
         return result

@@ -9,7 +9,14 @@ from weft.moe.layer.choice import MODES, OVERLAPS, LayerChoice
 from weft.moe.layer.layer import MoE
 from weft.moe.models import CLAMPED_SWIGLU, MODELS, SWIGLU, Gating, MoEConfig
 from weft.moe.replicas.placement import Replicas, ReplicaTable, balance
-from weft.moe.routing.router import Routed, Routing, normalize_topk, route, router_logits, weigh
+from weft.moe.routing.router import (
+    Routed,
+    Routing,
+    compute_topk_weights,
+    normalize_topk,
+    route,
+    router_logits,
+)
 
 __all__ = [
     "CLAMPED_SWIGLU",
@@ -33,7 +40,7 @@ __all__ = [
     "normalize_topk",
     "route",
     "router_logits",
-    "weigh",
+    "compute_topk_weights",
 ]
 
 explain_keywords(globals())

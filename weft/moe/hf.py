@@ -225,7 +225,7 @@ def _parse_deepseek_v3(fields: ConfigFields) -> LayerKwargs:
 
 
 def _parse_deepseek_v4(fields: ConfigFields) -> LayerKwargs:
-    """Parse a DeepSeek-V4 config. See `weft.moe.weigh` for layers with experts by token id."""
+    """Parse a DeepSeek-V4 config; `compute_topk_weights` is for experts by token id."""
     fields.require(n_group=1, topk_group=1)
     layer = _parse_deepseek(fields, "sqrtsoftplus", grouped=False)
     return layer | {"gating": {"limit": fields.get_float("swiglu_limit")}}

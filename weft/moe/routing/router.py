@@ -258,7 +258,7 @@ def route_in_torch(
 
 
 @disable_autocast
-def weigh(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
+def compute_topk_weights(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
     """Return the weights of `route` for given experts, with the ids in the form for dispatch.
 
     DeepSeek-V4's first layers use it with `topk_ids = tid2eid[input_ids]`. The call uses torch
