@@ -48,7 +48,10 @@ ELSEWHERE = {
     "Buffer.low_latency_update_mask_buffer": "tests/compat/test_masks.py",
 }
 WORKSPACES = ("AllReduceFusionWorkspace", "TRTLLMAllReduceFusionWorkspace")
-HELPERS = ("backend_for", "run", "scale", "expert_major", "operator_for")
+HELPERS = (
+    *("select_backend", "run", "get_scale_tensor", "get_expert_major_indices"),
+    *("get_operator", "get_default_operator"),
+)
 # Named by no document as a call of users: parts of weft, or of what they stand for.
 INTERNAL = {
     "Expert.forward",
