@@ -21,7 +21,10 @@ ATTRIBUTE = "flashinfer_comm"
 
 
 def register() -> None:
-    """Set both attributes. Raises SetupError if vLLM is not supported or lacks FlashInfer."""
+    """Make vLLM call `weft.compat.flashinfer` for its fused all-reduce.
+
+    Raises SetupError if vLLM is not supported or lacks FlashInfer.
+    """
     VLLM.check(EXPECTED_API)
     from weft.compat import flashinfer
 
