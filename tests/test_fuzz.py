@@ -175,7 +175,7 @@ def steps_of(group: weft.Group, name: str, op: Any) -> list[Step]:
         return {"x": x.bfloat16(), "handle": ticket, "out": None, **deep(ticket)}
 
     def deep(ticket: Any) -> dict[str, Any]:
-        count = ticket.handle.tokens
+        count = ticket.operator_handle.tokens
         return {"topk_idx": ids[:count], "topk_weights": weights[:count]}
 
     if isinstance(op, weft.AllToAll):
