@@ -94,7 +94,7 @@ class RailFailed(GroupError):
 
 
 class ExpertsLost(GroupError):
-    """No living rank has some of a layer's experts. The group continues without the layer."""
+    """Some experts of a layer are on no living rank. The group continues without the layer."""
 
 
 class GeometryMismatch(GroupError):

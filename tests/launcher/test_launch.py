@@ -508,7 +508,7 @@ def test_ranks_take_their_launchers_weft_and_the_files_that_it_checked_for(tmp_p
     lines = done.stdout.splitlines()
     assert lines[1::2] == ["True", "True"], done.stderr
     for refused in lines[::2]:
-        assert "2 ranks take " in refused
+        assert "2 ranks need " in refused
         assert "its limit is 20: raise it (ulimit -n 1024)" in refused
 
 

@@ -420,10 +420,10 @@ class MoeAlltoAll:
         return workspace, self._round
 
     def _get_combine_operator(self, row: CombineRow) -> AllToAll:
-        """Return the all-to-all that returns `row` in this round.
+        """Return this round's all-to-all for combine rows of the format `row`.
 
-        Only combine knows the rows. If a first round guessed other rows, the routing is sent again
-        through the right all-to-all.
+        The format is known only at combine. If dispatch assumed another one, the routing is sent
+        again through the matching all-to-all.
         """
         workspace, pending = self._require_dispatch("combine")
         if row != pending.row:

@@ -49,10 +49,10 @@ class Lifecycle(Protocol):
         """Stop waiting for a rank whose process has ended. Called in the watcher thread."""
 
     def announce_leave(self, reason: str, *, drain: bool = False) -> None:
-        """Notify the peers that this rank begins no more calls.
+        """Notify the peers that this rank makes no further calls.
 
         Args:
-            why: Reason for their errors.
+            reason: Text of the error that the peers raise.
             drain: Whether to wait first until all enqueued calls have finished.
         """
 

@@ -136,7 +136,7 @@ class ManyHosts:
         self._rail.receive_sums(out, add)
 
     def finish(self, rows: int) -> None:
-        """End the round within this host, without sums."""
+        """End this host's part of the round without computing a result."""
         self._local.finish(self._hosts * rows)
 
     def _return_sums(self, entry: str, rows: int) -> None:

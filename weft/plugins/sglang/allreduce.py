@@ -136,7 +136,7 @@ class TensorParallel:
         return leased.operator
 
     def check(self) -> None:
-        """Raise a group error. Reads host memory only."""
+        """Raise the group error if an operator is broken. Reads host memory only."""
         for leased in self._leases.values():
             if leased.operator.broken:
                 leased.operator.check()

@@ -288,7 +288,7 @@ def _quantize_fp8(x: torch.Tensor, quant: Any) -> list[torch.Tensor]:
 
 
 def register() -> None:
-    """Replace vLLM's layers of routed experts, including those that models derive from it.
+    """Replace vLLM's RoutedExperts layer and the subclasses that models define.
 
     vLLM's registry is keyed by class name, so each replacement has its own name.
     """
