@@ -81,7 +81,7 @@ def host(received: Received) -> Received:
 def check_round(a2a: weft.AllToAll, groups: ExpertGroups, received: Received) -> None:
     """Gather and scatter the inbox, and compare every byte."""
     d, experts, tokens = a2a.group.device, a2a.num_local_experts, a2a.max_tokens
-    for rows in groups._buffers.rows:
+    for rows in groups.buffers.rows:
         rows.view(torch.uint8).fill_(MARK)
     grouped, inputs = groups.gather(received), host(received)
     expected = want(inputs, experts, groups.max_rows, groups.align, groups.layout)
@@ -117,7 +117,7 @@ def check_round(a2a: weft.AllToAll, groups: ExpertGroups, received: Received) ->
 
 def check_scatter(a2a: weft.AllToAll, groups: ExpertGroups, given: Received, w: Want) -> None:
     d = a2a.group.device
-    y = torch.randn(groups._y_shape, generator=torch.Generator().manual_seed(5)).to(a2a.dtype)
+    y = torch.randn(groups.y_shape, generator=torch.Generator().manual_seed(5)).to(a2a.dtype)
     flat = y.view(-1, y.shape[-1])
     out = torch.full(a2a.output().shape, 77.0, dtype=a2a.dtype)
     a2a.output().copy_(out)

@@ -24,7 +24,7 @@ def results(groups: ExpertGroups, grouped: Grouped, seed: int, dtype: torch.dtyp
     """Return experts' results, with NaN in rows without a token."""
     d = grouped.x.device
     generator = torch.Generator().manual_seed(seed)
-    y = torch.randn(groups._y_shape, generator=generator).to(d, dtype)
+    y = torch.randn(groups.y_shape, generator=generator).to(d, dtype)
     return torch.where((grouped.slot >= 0)[..., None], y, torch.nan)
 
 

@@ -23,7 +23,7 @@ def test_addresses(group):
         with pytest.raises(InvalidArgument, match="combine='gemm_push'"):
             a2a.output()
         groups = ExpertGroups(a2a)
-        assert ExpertGroups.memory_bytes(a2a) == groups._buffers.bytes()
+        assert ExpertGroups.memory_bytes(a2a) == groups.buffers.bytes()
         grouped = groups.gather(a2a.dispatch(x, ids, weights))
         y = results(groups, grouped, 1, a2a.dtype)
         for refused, words in (

@@ -83,11 +83,11 @@ def test_replays_run_without_the_host(group):
         for _ in range(3):  # compiled and warmed up, captured, replayed
             assert_same(traced(x), expected)
         synchronize(group.device)
-        host, device = a2a._round, a2a.history()[-1].epoch
+        host, device = a2a.round_number, a2a.history()[-1].epoch
         for _ in range(5):
             assert_same(traced(x), expected)
         synchronize(group.device)
-        assert a2a._round == host
+        assert a2a.round_number == host
         assert a2a.history()[-1].epoch == device + 5
         assert_same(body(x), expected)
         a2a.check()

@@ -47,7 +47,7 @@ class Layer:
         self.a2a = make(group, CASE, combine="gemm_push", max_tokens=64, timeout=10.0)
         self.beside = make(group, CASE, combine="pull", max_tokens=64, timeout=10.0)
         self.groups, self.others = ExpertGroups(self.a2a), ExpertGroups(self.beside)
-        self.source = torch.randn(self.groups._y_shape, device=group.device).bfloat16()
+        self.source = torch.randn(self.groups.y_shape, device=group.device).bfloat16()
         self.inputs = tuple(t.clone() for t in CASE.inputs_of(group.rank, group.device)[:3])
         self.out = torch.empty_like(self.inputs[0])
 

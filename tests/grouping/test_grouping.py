@@ -116,7 +116,7 @@ def no_experts(group: weft.Group) -> tuple[int, ...]:
         grouped = groups.gather(received)
         synchronize(group.device)
         assert grouped.offsets.tolist() == [0] * (a2a.num_local_experts + 1)
-        groups.scatter(torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device))
+        groups.scatter(torch.zeros(groups.y_shape, dtype=a2a.dtype, device=group.device))
         a2a.combine()
         a2a.check()
         return tuple(grouped.x.shape)

@@ -70,7 +70,7 @@ def test_invalid_input_is_refused_on_the_host(group):
             with pytest.raises(InvalidArgument, match=words):
                 ExpertGroups(a2a, **options)
         groups = ExpertGroups(a2a)
-        y = torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device)
+        y = torch.zeros(groups.y_shape, dtype=a2a.dtype, device=group.device)
         with pytest.raises(OutOfOrder, match="gather outside of a round"):
             groups.gather(other.latest_received)
         received = empty_round(a2a)
@@ -103,8 +103,8 @@ def test_memory_bytes_is_exact(group):
         for options in VARIANTS.values():
             groups = ExpertGroups(a2a, **options)  # type: ignore[arg-type]
             reported = ExpertGroups.memory_bytes(a2a, **options)  # type: ignore[arg-type]
-            assert reported == groups._buffers.bytes()
-            assert reported > sum(rows.nbytes for rows in groups._buffers.rows)
+            assert reported == groups.buffers.bytes()
+            assert reported > sum(rows.nbytes for rows in groups.buffers.rows)
         assert ExpertGroups(a2a).max_rows == group.size * 150 * 3
         assert ExpertGroups(a2a, align=16).max_rows == (group.size * 450 + 5 * 15) // 16 * 16
 
@@ -113,7 +113,7 @@ def test_memory_bytes_is_exact(group):
 def test_a_captured_round_replays_with_any_routing(group):
     with make(group) as a2a:
         received, groups = empty_round(a2a), ExpertGroups(a2a, align=16)
-        y = torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device)
+        y = torch.zeros(groups.y_shape, dtype=a2a.dtype, device=group.device)
         grouped = groups.gather(received)
         groups.scatter(y)
         torch.cuda.synchronize()

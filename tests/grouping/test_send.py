@@ -146,7 +146,7 @@ def test_invalid_input_is_refused_on_the_host(group):
             a2a.combine()
     with make(group, case, combine="push") as a2a:
         groups, other = ExpertGroups(a2a), ExpertGroups(a2a)
-        y = torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device)
+        y = torch.zeros(groups.y_shape, dtype=a2a.dtype, device=group.device)
         with pytest.raises(OutOfOrder, match="expects dispatch"):
             groups.send(y)
         received = a2a.dispatch(x, ids, weights)

@@ -51,7 +51,7 @@ def ordinary_bytes(layer: weft.MoE) -> int:
     """Return the bytes of a layer's workspace outside of symmetric memory."""
     workspace = layer.workspace
     if isinstance(workspace, ThroughputWorkspace):
-        rows = tree_leaves(workspace._groups._buffers)
+        rows = tree_leaves(workspace._groups.buffers)
     else:
         exchange = layer.exchange
         assert isinstance(exchange, weft.LowLatencyAllToAll)

@@ -136,7 +136,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         self._create(group, "an all-to-all", prepare, options, first_epoch=_first_epoch)
         config = self.config
         self.dtype, self.placement = config.dtype, config.placement
-        self._round = 0  # number of rounds, incremented by dispatch
+        self.round_number = 0  # number of rounds, incremented by dispatch
         self._discard_calls()
         self._local = LocalExchange(self._kernels, config, self.site, group.device)
         self._exchange: Exchange = self._local
@@ -348,7 +348,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         rows: int | None,
     ) -> None:
         """Run `dispatch` or `dispatch_send`."""
-        if self._state is not State.IDLE:
+        if self.state is not State.IDLE:
             self._raise_out_of_order(entry)
         tokens = self.config.check_dispatch(
             tensors, topk_ids, topk_weights, num_tokens, stats, self.group.device
@@ -366,7 +366,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
             tokens,
             rows,
         )  # for a combine that is traced without its dispatch
-        self._round += 1
+        self.round_number += 1
         self._set_state(State.RECEIVED if entry == "dispatch" else State.SENT)
 
     @exclusive_call("dispatch_recv")
@@ -435,16 +435,16 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
 
     def _poison(self, call: str, *, before: bool) -> None:
         received, output = self._full_views
-        if before and call in ("combine", "combine_send") and self._state is State.RECEIVED:
+        if before and call in ("combine", "combine_send") and self.state is State.RECEIVED:
             for plane in received.payloads:  # experts have finished; peers wait for this combine
                 poison(plane)
-        elif not before and self._state is State.RECEIVED:
+        elif not before and self.state is State.RECEIVED:
             poison(output)  # peers have read the rows of the last round
 
     @property
     def is_mid_round(self) -> bool:
         """Whether a round is open: between dispatch and combine."""
-        return self._state is not State.IDLE
+        return self.state is not State.IDLE
 
     @property
     def latest_received(self) -> Received:
@@ -472,20 +472,18 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
     @internal
     def expect_state(self, state: State, call: str) -> None:
         """Raise OutOfOrder unless the round is in `state`."""
-        if self._state is not state:
+        if self.state is not state:
             self._raise_out_of_order(call)
 
     def _raise_out_of_order(self, call: str) -> NoReturn:
-        context = (
-            "" if self._state is State.IDLE else f" while {self._tokens} tokens are dispatched"
-        )
+        context = "" if self.state is State.IDLE else f" while {self._tokens} tokens are dispatched"
         raise OutOfOrder(
-            f"{call} out of order{context}: this all-to-all expects {self._state.value}. A round "
+            f"{call} out of order{context}: this all-to-all expects {self.state.value}. A round "
             "is one dispatch and one combine, each as one call or as send then recv"
         )
 
     def _set_state(self, state: State) -> None:
-        self._state = state
+        self.state = state
         self._raise_if_broken()
 
     def _connect_hosts(self, span: HostSpan) -> None:
@@ -502,7 +500,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         return self.config.host_bytes
 
     def _discard_calls(self) -> None:
-        self._state = State.IDLE
+        self.state = State.IDLE
         self._tokens = 0  # this rank's tokens in the open round
         self._rows = self.max_tokens  # slots for each source in this round
         self.traced_tokens, self._traced_rows = 0, self.max_tokens

@@ -145,9 +145,9 @@ class RowDispatch(RowExchange):
         Returns:
             int32 `[rows]`, each row's token at its source, -1 for rows that no rank sent.
         """
-        self._packed._gather_rows(self.a2a.dispatch(payloads, ranks), out)
+        self._packed.gather_rows(self.a2a.dispatch(payloads, ranks), out)
         self.a2a.finish_round()
-        slots = self._packed._buffers.slot[: len(out[0])]  # source * max_tokens + token
+        slots = self._packed.buffers.slot[: len(out[0])]  # source * max_tokens + token
         return torch.where(slots < 0, -1, slots % self.max_tokens)
 
 

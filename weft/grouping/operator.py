@@ -23,6 +23,7 @@ from weft.cuda.driver import relaxed_capture
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.config import GroupArgs, GroupConfig, Layout, build_group_config
 from weft.grouping.kernels import load_kernels
+from weft.keywords import internal
 from weft.runtime.ambient import disable_inference_mode
 from weft.runtime.check import check_alignment, check_tensor
 from weft.runtime.kernels import Build, Kernels
@@ -153,7 +154,7 @@ class RowGroups:
         with relaxed_capture(device), disable_inference_mode():
             buffers = Buffers.allocate(a2a.config, config, device, on_gpu=on_gpu, has_rows=has_rows)
             synchronize_stream(device)
-        self._buffers = buffers
+        self.buffers = buffers
         self._args = GroupArgs(site=a2a.site, row_limit=config.total)
         for plane, rows in enumerate(buffers.rows):
             self._args.rows[plane] = rows.data_ptr()
@@ -164,12 +165,13 @@ class RowGroups:
     def _discard_calls(self) -> None:
         """Clear the counter of an unfinished round, and addresses in the memory of dead ranks."""
         if self._kernels is not None:
-            self._buffers.arrived.zero_()
-            self._buffers.dst_addr.zero_()
+            self.buffers.arrived.zero_()
+            self.buffers.dst_addr.zero_()
             self._gathered_round = 0
 
+    @internal
     @exclusive_call("gather")
-    def _gather_rows(self, received: Received, into: Sequence[torch.Tensor] = ()) -> None:
+    def gather_rows(self, received: Received, into: Sequence[torch.Tensor] = ()) -> None:
         """Group the rows of the last dispatch.
 
         Args:
@@ -189,12 +191,12 @@ class RowGroups:
                 f"{expected:#x}: pass the result of its own dispatch, not a copy"
             )
         self._args.source_rows = self._a2a.get_source_rows()
-        if not self._buffers.rows:
+        if not self.buffers.rows:
             for plane, rows in enumerate(into):
                 self._args.rows[plane] = rows.data_ptr()
             self._args.row_limit = min(len(into[0]), self.config.total)
         kernels.run("gather", self._args, 0)
-        self._gathered_round = self._a2a._round
+        self._gathered_round = self._a2a.round_number
 
     def close(self) -> None:
         """Unload the kernels after they have finished, and free the buffers."""
@@ -204,7 +206,7 @@ class RowGroups:
         try:
             kernels.close()
         finally:
-            del self._buffers
+            del self.buffers
 
     def _get_kernels(self, call: str) -> Kernels:
         """Return the kernels. Raises OutOfOrder after close."""
@@ -216,7 +218,7 @@ class RowGroups:
     def _get_round_kernels(self, call: str) -> Kernels:
         """Return the kernels. Raises OutOfOrder unless a dispatch awaits its combine."""
         kernels = self._get_kernels(call)
-        if self._a2a._state is not State.RECEIVED:
+        if self._a2a.state is not State.RECEIVED:
             raise OutOfOrder(
                 f"{call} outside of a round: call it after dispatch and before combine"
             )
@@ -259,7 +261,7 @@ class ExpertGroups(RowGroups):
         config = build_group_config(a2a.config, self.num_local_experts, max_rows, align, layout)
         super().__init__(a2a, config, programmatic_launch)
         self.max_rows, self.align = config.rows, config.align
-        experts, buffers = self.num_local_experts, self._buffers
+        experts, buffers = self.num_local_experts, self.buffers
         # A rank without experts allocates buffers for one, and returns empty views.
         shape: tuple[int, ...]
         if layout == "masked":
@@ -267,7 +269,7 @@ class ExpertGroups(RowGroups):
         else:
             shape = (self.max_rows if experts else 0,)
         size = math.prod(shape)
-        self._y_shape = (*shape, a2a.config.shape.hidden)
+        self.y_shape = (*shape, a2a.config.shape.hidden)
         self._grouped = Grouped(
             rows=tuple(rows[:size].view(*shape, *rows.shape[1:]) for rows in buffers.rows),
             offsets=buffers.offsets[: experts + 1],
@@ -314,7 +316,7 @@ class ExpertGroups(RowGroups):
             OutOfOrder: there is no open round.
             GroupError: the group is broken.
         """
-        self._gather_rows(received)
+        self.gather_rows(received)
         return self._grouped
 
     @exclusive_call("scatter")
@@ -389,12 +391,12 @@ class ExpertGroups(RowGroups):
         """Check the experts' results and set their address in the kernel arguments."""
         self._check_gathered(call)
         a2a = self._a2a
-        check_tensor("y", y, shape=self._y_shape, dtypes=(a2a.dtype,), device=a2a.group.device)
+        check_tensor("y", y, shape=self.y_shape, dtypes=(a2a.dtype,), device=a2a.group.device)
         check_alignment("y", y, a2a.config.shape.out_bytes)
         self._args.y = y.data_ptr()
 
     def _check_gathered(self, call: str) -> None:
-        if self._gathered_round != self._a2a._round:
+        if self._gathered_round != self._a2a.round_number:
             raise OutOfOrder(f"{call} without a gather: call gather after this round's dispatch")
 
     def _check_combine(self, call: str, supported: tuple[str, ...]) -> None:

@@ -84,4 +84,4 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
             layout=select_layout(self.plan, self.group.device),
             programmatic_launch=self.options.programmatic_launch,
         )
-        return self._groups._y_shape[:-1]
+        return self._groups.y_shape[:-1]
