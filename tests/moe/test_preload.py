@@ -90,8 +90,8 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
         routing = replace(model.routing, top_k=1)  # and so a row of each expert for each token
         config = replace(model, routing=routing, dtype=dtype, hidden=hidden, intermediate=inner)
         rows = (experts, 8) if masked else (24,)
-        options: dict[str, Any] = {"fp8": fp8, "programmatic": True, "device": torch.device("cpu")}
-        options |= {"gemm_push": pushes, "ranks": config.routing.num_experts}
+        options: dict[str, Any] = {"fp8": fp8, "use_pdl": True, "device": torch.device("cpu")}
+        options |= {"gemm_push": pushes, "num_ranks": config.routing.num_experts}
         weights = ExpertWeights._allocate(config, experts, options["device"], stored or dtype)
         grouped = rows_of(config, rows, experts, fp8=fp8)
         for most in MOST:
