@@ -259,7 +259,7 @@ def route_in_torch(
 
 @disable_autocast
 def compute_topk_weights(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
-    """Return the weights of `route` for given experts, with the ids in the form for dispatch.
+    """Return routing weights for the given expert ids, and the ids as dispatch takes them.
 
     DeepSeek-V4's first layers use it with `topk_ids = tid2eid[input_ids]`. The call uses torch
     operations only and does not synchronize.
