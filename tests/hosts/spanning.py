@@ -14,10 +14,11 @@ import pytest
 import weft
 from tests import rounds
 from tests.ranks import Test, on_ranks
+from weft.alltoall.many_hosts import ManyHosts
 from weft.errors import RendezvousFailed
 from weft.hosts.buffers import RailViews
-from weft.hosts.exchange import LowLatencyManyHosts, ManyHosts
 from weft.hosts.rail import PendingMessages
+from weft.lowlatency.many_hosts import ManyHosts as LowLatencyManyHosts
 
 # `make test` plays a few rounds of each kind; the rest runs when what it reads has changed.
 campaign = pytest.mark.slow

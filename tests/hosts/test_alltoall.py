@@ -16,6 +16,7 @@ from tests.hosts.spanning import across, campaign, on_hosts, play, tamper_with_r
 from tests.ranks import on_ranks
 from tests.rounds import Round, bits
 from weft import reference
+from weft.alltoall.many_hosts import ManyHosts
 from weft.errors import (
     BadExpertId,
     CreationFailed,
@@ -28,7 +29,6 @@ from weft.errors import (
     WeftError,
 )
 from weft.hosts.buffers import RailViews
-from weft.hosts.exchange import ManyHosts
 
 TOKENS = 8
 

@@ -18,13 +18,14 @@ from weft.alltoall import compile as traced
 from weft.alltoall.config import AllToAllConfig, AllToAllSpec, Payload, memory_bytes
 from weft.alltoall.exchange import LocalExchange
 from weft.alltoall.kernels import load_kernels
+from weft.alltoall.many_hosts import ManyHosts
 from weft.alltoall.received import Received, slice_rows, split_hosts
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap import Heap
 from weft.heap.header import header_bytes
 from weft.hosts.config import HostSpan
-from weft.hosts.exchange import Exchange, ManyHosts, open_rail
+from weft.hosts.exchange import open_rail
 from weft.keywords import internal, reject_unknown
 from weft.placement import ExpertRankMixin
 from weft.runtime import library
@@ -139,7 +140,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         self.round_number = 0  # number of rounds, incremented by dispatch
         self._discard_calls()
         self._local = LocalExchange(self._kernels, config, self.site, group.device)
-        self._exchange: Exchange = self._local
+        self._exchange: LocalExchange | ManyHosts = self._local
         if config.span is not None:
             self._connect_hosts(config.span)
         library.mark_static(self.output_buffer)

@@ -21,7 +21,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap.header import header_structs
 from weft.hosts.config import HostSpan
-from weft.hosts.exchange import LowLatencyExchange, LowLatencyManyHosts, open_rail
+from weft.hosts.exchange import open_rail
 from weft.keywords import internal, reject_unknown
 from weft.lowlatency import compile as traced
 from weft.lowlatency.config import (
@@ -33,6 +33,7 @@ from weft.lowlatency.config import (
 )
 from weft.lowlatency.exchange import LocalExchange
 from weft.lowlatency.kernels import load_kernels
+from weft.lowlatency.many_hosts import ManyHosts
 from weft.lowlatency.reference import compute_delivered_rows
 from weft.lowlatency.results import ExpertRows, Handle, ResultBuffer
 from weft.lowlatency.trace import write_trace
@@ -164,7 +165,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         self._local = LocalExchange(
             self._kernels, config, self.site, self.num_local_experts, self._tracks
         )
-        self._exchange: LowLatencyExchange[ResultBuffer] = self._local
+        self._exchange: LocalExchange | ManyHosts = self._local
         self.traced_handles = traced.TracedHandles(config.slots)
         if config.span is not None:
             self._connect_hosts(config.span)
@@ -559,9 +560,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         """Extend the exchange to all hosts. Collective over them."""
         pack = functools.partial(_pack_rows, self.config.shape)
         rail = open_rail(self, span)
-        self._exchange = LowLatencyManyHosts(
-            self._local, rail, span.max_tokens, pack, self._raise_if_broken
-        )
+        self._exchange = ManyHosts(self._local, rail, span.max_tokens, pack, self._raise_if_broken)
 
     # Initial contents of the share, and this rank's own memory.
 
