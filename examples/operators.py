@@ -84,7 +84,7 @@ def run_groups_fp8(group, x, topk_ids, topk_weights, gate_up, down):
 def run_low_latency(group, x, topk_ids, topk_weights, gate_up, down):
     # --8<-- [start:lowlatency]
     with weft.LowLatencyAllToAll(group, **SIZES) as a2a:
-        rows = a2a.dispatch(x, topk_ids)  # rows.x: FP8 [local_experts, R, hidden]
+        rows = a2a.dispatch(x, topk_ids, topk_weights)  # FP8 [local_experts, R, hidden]
         tokens = weft.reference.dequantize(rows.x, rows.scales)
         y = [mlp(tokens[e], gate_up[e], down[e]) for e in range(a2a.num_local_experts)]
         out = a2a.combine(torch.stack(y).bfloat16(), topk_ids, topk_weights, rows.handle)

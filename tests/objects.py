@@ -216,9 +216,10 @@ def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
     yield "AllToAll map", partial(rank_major, expert_map=explicit, profile=True)
     yield "ExpertGroups", grouping
     yield "LowLatency", expert_major
-    yield "LowLatency halves", partial(expert_major, split_phase=True, expert_map=explicit)
+    receiver = partial(expert_major, reduce="receiver")
+    yield "LowLatency halves", partial(receiver, split_phase=True, expert_map=explicit)
     yield "LowLatency sender", partial(expert_major, reduce="sender", combine_dtype="fp8")
-    yield "LowLatency plain", partial(expert_major, quantize=None, profile=True)
+    yield "LowLatency plain", partial(receiver, quantize=None, profile=True)
     for backend in ("oneshot", "twoshot", "twoshot_bulk"):
         yield f"AllReduce {backend}", partial(reduce, backend=backend)
     for overlap in ("none", "shared_expert", "gemm_push"):

@@ -48,8 +48,8 @@ KINDS = {
     "pull": Kind("alltoall", {}),
     "push": Kind("alltoall", {"combine": "push"}),
     "fp8": Kind("alltoall", {"combine_dtype": "fp8"}),
-    "receiver": Kind("lowlatency", {}),
-    "sender": Kind("lowlatency", {"reduce": "sender"}),
+    "receiver": Kind("lowlatency", {"reduce": "receiver"}),
+    "sender": Kind("lowlatency", {}),
     "oneshot": Kind("allreduce", {"backends": ("oneshot",)}),
     "twoshot": Kind("allreduce", {"backends": ("twoshot",)}),
 }
@@ -61,6 +61,9 @@ class Operator:
 
     kind: Kind
     made: Any
+
+    def __post_init__(self) -> None:
+        self.weights = torch.ones((TOKENS, TOP_K), device=self.made.group.device)
 
     def __enter__(self) -> Operator:
         return self
@@ -91,7 +94,7 @@ class Operator:
         if self.kind.name == "allreduce":
             weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=group.device)
             return self.made.fused(x, weight=weight, out=True).out
-        return self.made.dispatch(x, self._ids())
+        return self.made.dispatch(x, self._ids(), self.weights)
 
     def end(self, got: Any) -> Any:
         """Make the last call of a round and return its result."""
@@ -99,7 +102,7 @@ class Operator:
             case "alltoall":
                 return self.made.combine(weft.reference.identity_experts(got, torch.bfloat16))
             case "lowlatency":
-                return self.made.combine(got.x.clone(), self._ids(), None, got.handle)
+                return self.made.combine(got.x.clone(), self._ids(), self.weights, got.handle)
             case _:
                 return got
 

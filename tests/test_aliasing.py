@@ -75,7 +75,7 @@ def low_latency(group: weft.Group, **options: Any) -> Iterator[tuple[Tensors, Ca
             try:
                 return [op.combine(*back, t["out"], t["add"]).clone()]
             except InvalidArgument:
-                op.combine(y, ids, weights, handle)
+                op.combine(y, ids, t["weights"], handle)
                 raise
 
         yield inputs, call
@@ -181,7 +181,7 @@ CASES: dict[str, Callable[[weft.Group], Iterator[tuple[Tensors, Call]]]] = {
     "AllToAll": alltoall,
     "AllToAll push": lambda group: alltoall(group, combine="push"),
     "LowLatencyAllToAll": low_latency,
-    "LowLatencyAllToAll sender": lambda group: low_latency(group, reduce="sender"),
+    "LowLatencyAllToAll receiver": lambda group: low_latency(group, reduce="receiver"),
     **{f"AllReduce {b}": lambda group, b=b: all_reduce(group, b) for b in ("oneshot", "twoshot")},  # type: ignore
     "MoE throughput": lambda group: layer(group, "throughput"),
     "MoE low_latency": lambda group: layer(group, "low_latency"),

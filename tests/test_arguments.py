@@ -82,7 +82,7 @@ LOW = {
     "group_size": kind_of_values(*WHOLE, 0, -1, 16, 256),
     "scale": WORD,
     "slots": kind_of_values(*WHOLE, 0, -1, 3),
-    "reduce": WORD,
+    "reduce": WORD.optional(),
     "combine": WORD,
     "combine_dtype": WORD.optional(),
     "dtype": DTYPE,
@@ -173,7 +173,7 @@ def called_low_latency(group: weft.Group) -> None:
         y = torch.ones(size, dtype=BF16)
 
         def whole() -> torch.Tensor:
-            got = a2a.dispatch(x, ids)
+            got = a2a.dispatch(x, ids, weights)
             return a2a.combine(got.x.clone(), ids, weights, got.handle)
 
         before = whole()
@@ -184,7 +184,7 @@ def called_low_latency(group: weft.Group) -> None:
         tried(Row(a2a.history, {"rank": 0}, {"rank": RANK}))
         paths = kind_of_values(7, True, [], b"x", torch.zeros(2))
         tried(Row(a2a.dump_trace, {"path": "trace.json"}, {"path": paths}))
-        handle = a2a.dispatch(x, ids).handle
+        handle = a2a.dispatch(x, ids, weights).handle
         kwargs = {
             **{"y": y, "topk_ids": ids, "topk_weights": weights, "handle": handle},
             **{"out": torch.zeros_like(x), "add": x},

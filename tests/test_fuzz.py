@@ -166,7 +166,9 @@ def steps_of(group: weft.Group, name: str, op: Any) -> list[Step]:
 
     def returned(results: list[Any]) -> dict[str, Any]:
         handle = results[0].handle
-        again = {"topk_ids": ids[: handle.tokens], "topk_weights": weights[: handle.tokens]}
+        sent = op.result_buffers[handle.slot].sent_weights
+        back = weights[: handle.tokens] if sent is None else sent
+        again = {"topk_ids": ids[: handle.tokens], "topk_weights": back}
         return {"y": torch.zeros(space).bfloat16(), **again, "handle": handle, **outs}
 
     def deep_returned(results: list[Any]) -> dict[str, Any]:

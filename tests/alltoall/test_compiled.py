@@ -142,7 +142,7 @@ def split_phase(group: weft.Group) -> None:
     stored: dict[str, Any] = {"slots": 1, "combine": "gemm_push"}
     with weft.LowLatencyAllToAll(group, **SIZES, **stored, **PATIENT) as low:
         with pytest.raises(Exception, match="InvalidArgument.*with combine='gemm_push'"):
-            compile_body(lambda x: low.dispatch(x, ids).counts, PLAIN)(x)
+            compile_body(lambda x: low.dispatch(x, ids, weights).counts, PLAIN)(x)
         assert not low.history()
 
 

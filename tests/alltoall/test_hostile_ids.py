@@ -90,7 +90,8 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
             slot.x.view(torch.uint8).fill_(MARK)
             synchronize(group.device)
             group.barrier()
-            got = a2a.dispatch(x, ids)
+            weights = torch.ones(ids.shape, device=group.device)
+            got = a2a.dispatch(x, ids, weights)
             synchronize(group.device)
             want = meaning.dispatch(
                 [tokens(seed) for seed in seeds],
@@ -107,7 +108,7 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
                 assert torch.equal(bits(rows[:count]), bits(want.x[expert, :count]))
                 assert bool((rows[count:].view(torch.uint8) == MARK).all())
                 assert torch.equal(got.source[expert, :count].cpu(), want.source[expert, :count])
-            out = a2a.combine(torch.ones_like(got.x), ids, None, got.handle)
+            out = a2a.combine(torch.ones_like(got.x), ids, weights, got.handle)
             synchronize(group.device)
             served = (meaning.mask_invalid_ids(ids.cpu(), EXPERTS) >= 0).sum(dim=1)
             assert torch.equal(out.cpu().float(), served[:, None].expand(-1, HIDDEN).float())
@@ -116,7 +117,7 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
             group.barrier()
 
 
-@pytest.mark.parametrize("options", [{}, {"split_phase": True, "reduce": "sender"}], ids=str)
+@pytest.mark.parametrize("options", [{"reduce": "receiver"}, {"split_phase": True}], ids=str)
 @pytest.mark.parametrize("kind", ANY)
 def test_wild_ids_of_low_latency_change_nothing_else(ranks, kind, options):
     ranks(2, kind)(low_latency, 24, options)
@@ -140,11 +141,12 @@ def repeats(group: weft.Group) -> tuple[str, str]:
             a2a.check()
         reported.append(str(caught.value))
     with weft.LowLatencyAllToAll(group, **sizes, quantize=None) as low:
-        got = low.dispatch(x, ids)
+        weights = torch.ones(ids.shape, device=d)
+        got = low.dispatch(x, ids, weights)
         synchronize(group.device)
         counts = dict(zip(low.local_experts, got.counts.tolist(), strict=True))
         assert all(counts.get(e, group.size) == group.size for e in (5, 9, 2))  # once a rank
-        out = low.combine(torch.ones_like(got.x), ids, None, got.handle)
+        out = low.combine(torch.ones_like(got.x), ids, weights, got.handle)
         synchronize(group.device)
         assert out[0].tolist() == [3.0] * HIDDEN
         with pytest.raises(BadExpertId) as caught:

@@ -63,8 +63,8 @@ RUNS: list[Case] = [
     replace(LAYER, tokens=(6,), mode="low_latency", dtype="fp8"),
     replace(LAYER, tokens=(6,), model="gpt-oss-120b", dtype="mxfp4"),
     LOW,
-    replace(LOW, reduce="sender", combine_dtype="fp8", scale="ue8m0"),
-    replace(LOW, quantize=None, routing="perfect"),
+    replace(LOW, combine_dtype="fp8", scale="ue8m0"),
+    replace(LOW, quantize=None, routing="perfect", reduce="receiver"),
     replace(ODD, dtype="fp16", payload="fp8"),
     replace(ODD, dtype="fp32"),
     replace(ODD, combine="push"),
@@ -344,7 +344,7 @@ def test_traffic_is_what_a_loop_counts():
 
 
 def test_low_latency_rows_go_out_by_rank_and_back_by_choice():
-    case = replace(LOW, experts=4)
+    case = replace(LOW, experts=4, reduce="receiver")
     ids = [torch.tensor([[0, 2, 3], [2, 3, -1]]), torch.tensor([[0, 1, 2], [3, -1, -1]])]
     # Rank 0 sends both tokens to rank 1, for two choices each; rank 1 one token for two.
     result, shape = case.count_traffic(ids), case.config.shape

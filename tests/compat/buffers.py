@@ -64,4 +64,5 @@ def returned(
     sent, scales = low.compute_delivered_rows(x, quantize, 128, scale, recipe)
     rows = sent if scales is None else dequantize(sent, scales).bfloat16()
     every = rows[:, None].expand(-1, ids.shape[1], -1)
-    return low.combine(every, ids, weights, weft.Placement.blocks(experts, ranks))
+    placement = weft.Placement.blocks(experts, ranks)
+    return low.combine(every, ids, weights, placement, reduce="receiver")

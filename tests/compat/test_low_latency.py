@@ -293,7 +293,9 @@ def beside_weft(group: weft.Group) -> None:
             "num_experts": EXPERTS,
             "hidden": HIDDEN,
         }
-        weft.LowLatencyAllToAll(group, **sizes, split_phase=True, scale="fp32_col")
+        weft.LowLatencyAllToAll(
+            group, **sizes, split_phase=True, scale="fp32_col", reduce="receiver"
+        )
 
 
 def test_ranks_that_quantise_differently_raise(ranks):
@@ -308,7 +310,7 @@ def test_ranks_that_quantise_differently_raise(ranks):
 def test_sizes_and_numbers_of_sms_are_what_callers_compute_with(monkeypatch):
     hint = Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
     used = weft.LowLatencyAllToAll.memory_bytes(
-        ranks=8, max_tokens=128, hidden=7168, top_k=8, num_experts=256
+        ranks=8, max_tokens=128, hidden=7168, top_k=8, num_experts=256, reduce="receiver"
     )
     assert used.shared <= hint < 64e6
     assert topk_idx_t is torch.int64

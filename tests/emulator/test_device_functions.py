@@ -21,7 +21,7 @@ SHAPE = Shape(2, 16, 2, 160, 256, "bf16", (512,))
 GROUPS = GroupConfig("contiguous", 80, 2048, 8)
 # With 256 local experts the scratch has one entry per two chunks.
 LOW = LowLatencyConfig.from_spec(
-    LowLatencySpec(ranks=2, max_tokens=450, top_k=2, num_experts=512, hidden=128)
+    LowLatencySpec(ranks=2, max_tokens=450, top_k=2, num_experts=512, hidden=128, reduce="receiver")
 ).shape
 REDUCTION = ReduceConfig.from_args(ranks=2, max_tokens=4, hidden=640)  # five groups of 128
 GEMM = GemmShape(64, 256, 128, WgmmaPlan(192), "store", operand="bf16")

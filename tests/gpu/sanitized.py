@@ -107,8 +107,9 @@ def by_expert(group: weft.Group) -> None:
     """Run rounds of the low-latency all-to-all."""
     case = Round(tokens=(16, 9), hidden=1024, top_k=4, experts=16)
     x, ids, weights, _ = (t.to(group.device) for t in case.inputs_of(group.rank, CPU))
+    receiver = {"reduce": "receiver"}
     sender = {"reduce": "sender", "combine_dtype": "fp8", "split_phase": True}
-    modes: tuple[dict[str, Any], ...] = ({}, sender)
+    modes: tuple[dict[str, Any], ...] = (receiver, sender)
     for options in modes:
         sizes = case.sizes(16)
         with weft.LowLatencyAllToAll(group, **sizes, timeout=200.0, **options) as low:

@@ -33,7 +33,6 @@ CASES = {
     "choices, as they are": (Mode(quantize=None, combine="gemm_push"), UNEVEN.next(hidden=16)),
     "reduced by the sender": (Mode(reduce="sender"), UNEVEN.next(add=True, top_k=6)),
     "reduced, fp8 back": (REDUCED, UNEVEN.next(top_k=8)),
-    "reduced, no weights": (REDUCED, UNEVEN.next(weighted=False)),
     "fp16": (Mode(), UNEVEN.next(dtype=torch.float16)),
     "fp32, wide ids": (Mode(), UNEVEN.next(dtype=torch.float32, ids_dtype=torch.int64)),
     "fp32 as it is": (Mode(quantize=None, combine_dtype="fp8"), UNEVEN.next(dtype=torch.float32)),

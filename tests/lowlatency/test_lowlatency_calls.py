@@ -56,10 +56,21 @@ def test_invalid_sizes_are_refused(ranks, options, text):
     ranks(1, "threads")(body)
 
 
-def test_ranks_that_differ_raise_with_both_values(ranks):
+@pytest.mark.parametrize(
+    ("name", "values", "text"),
+    [
+        ("slots", (1, 2), r"slots=\d"),
+        (
+            "reduce",
+            (None, "receiver"),
+            "rank 0 has reduce='sender' and rank 1 has reduce='receiver'",
+        ),
+    ],
+)
+def test_ranks_that_differ_raise_with_both_values(ranks, name, values, text):
     def body(group: weft.Group) -> None:
-        with pytest.raises(GeometryMismatch, match=r"slots=\d"):
-            make(group, slots=1 + group.rank)
+        with pytest.raises(GeometryMismatch, match=text):
+            make(group, **{name: values[group.rank]})
 
     ranks(2, "threads")(body)
 
@@ -67,9 +78,13 @@ def test_ranks_that_differ_raise_with_both_values(ranks):
 @on_ranks(2)
 def test_wrong_tensors_are_refused_before_anything_is_sent(group):
     x, ids, weights, _ = inputs(group)
+    with make(group, combine="gemm_push", slots=1) as pushed:
+        assert pushed.reduce == "receiver"
     with make(group) as a2a:
+        assert a2a.reduce == "sender"
         wrong: list[tuple[Callable[[], object], str]] = [
-            (lambda: a2a.dispatch(x[:2], ids), r"x has shape \[2, 128\]"),
+            (lambda: a2a.dispatch(x[:2], ids, weights), r"x has shape \[2, 128\]"),
+            (lambda: a2a.dispatch(x, ids), "pass topk_weights to dispatch, or .*='receiver'"),
             (lambda: a2a.dispatch_send(x, ids), "split_phase=True"),
             (lambda: a2a.dump_trace("trace.json"), "profile=True"),
         ]
@@ -83,6 +98,8 @@ def test_wrong_tensors_are_refused_before_anything_is_sent(group):
         y = expert_results(a2a, got)
         combines: list[tuple[Callable[[], object], str]] = [
             (lambda: a2a.combine(y, ids[:2], None, got.handle), "topk_ids has 2 rows"),
+            (lambda: a2a.combine(y, ids, None, got.handle), "the same tensor to both"),
+            (lambda: a2a.combine(y, ids, weights.clone(), got.handle), "the same tensor to both"),
             (lambda: a2a.combine_send(y, ids, weights, got.handle), "split_phase=True"),
         ]
         for call, text in combines:
@@ -90,7 +107,7 @@ def test_wrong_tensors_are_refused_before_anything_is_sent(group):
                 call()
         a2a.combine(y, ids, weights, got.handle)  # nothing of the above has reached a peer
     with pytest.raises(OutOfOrder, match="was closed"):
-        a2a.dispatch(x, ids)
+        a2a.dispatch(x, ids, weights)
 
 
 @on_ranks(2)

@@ -73,7 +73,7 @@ def delivered(group: weft.Group, name: str) -> None:
             assert torch.equal(result[~result.isnan()], scales[~scales.isnan()])
         y = x[None].clone()
         out = a2a.combine(y, ids, None, got.handle)
-        expected = low.combine(x[:, None], ids, None, a2a.placement)
+        expected = low.combine(x[:, None], ids, None, a2a.placement, reduce=mode.reduce)
         assert torch.equal(bits(out), bits(expected.where(~expected.isnan(), _nan(expected))))
 
 

@@ -43,7 +43,7 @@ def options_reach(group: weft.Group) -> None:
                 "num_experts": EXPERTS,
             }
             assert exchange.memory == weft.LowLatencyAllToAll.memory_bytes(
-                ranks=2, **sizes, quantize=None, slots=1
+                ranks=2, **sizes, quantize=None, slots=1, reduce="receiver"
             )
 
 

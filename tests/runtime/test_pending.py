@@ -29,8 +29,9 @@ def exchange_round(op: weft.AllToAll, ids: torch.Tensor) -> torch.Tensor:
 
 
 def expert_round(op: weft.LowLatencyAllToAll, ids: torch.Tensor) -> torch.Tensor:
-    received = op.dispatch(torch.ones(2, HIDDEN).bfloat16(), ids)
-    return op.combine(received.x.bfloat16(), ids, None, received.handle)
+    weights = torch.ones(2, 2)
+    received = op.dispatch(torch.ones(2, HIDDEN).bfloat16(), ids, weights)
+    return op.combine(received.x.bfloat16(), ids, weights, received.handle)
 
 
 def layer_round(layer: weft.MoE, ids: torch.Tensor) -> torch.Tensor:

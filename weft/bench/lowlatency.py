@@ -51,7 +51,7 @@ class LowLatencyCase(PairCase):
     routing: str = "perfect"
     quantize: str | None = "fp8"
     scale: str = "fp32_row"
-    reduce: str = "receiver"
+    reduce: str = "sender"
 
     def __post_init__(self) -> None:
         PairCase.__post_init__(self)

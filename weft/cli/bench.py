@@ -190,7 +190,7 @@ class LowLatencyOptions(AllToAllOptions):
     routing: Routing = "perfect"
     quantize: Annotated[str, choice_option(("none", "fp8"), "dispatched rows")] = "fp8"
     scale: Annotated[str, choice_option(SCALES, "layout of scales")] = "fp32_row"
-    reduce: Annotated[str, choice_option(REDUCES, "who adds a token's rows")] = "receiver"
+    reduce: Annotated[str, choice_option(REDUCES, "who adds a token's rows")] = "sender"
 
     def create_case(self) -> Case:
         quantize = None if self.quantize == "none" else self.quantize

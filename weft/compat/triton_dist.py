@@ -125,6 +125,7 @@ class EPLowLatencyAllToAllLayer:
                 timeout=timeout,
                 first_timeout=first_timeout,
                 group_size=fp8_gsize,
+                reduce="receiver",  # as in triton_dist, rows return one by one
                 profile=enable_profiling,
                 _recipe="triton_dist",
                 _allow_handle_reuse=True,

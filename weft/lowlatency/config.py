@@ -296,7 +296,7 @@ class LowLatencySpec(ExchangeSpec):
     combine: str | None = "push"
     group_size: int = 128
     scale: str = "fp32_row"
-    reduce: str = "receiver"
+    reduce: str | None = None
     slots: int = 2
     profile: bool = False
 
@@ -338,7 +338,7 @@ class LowLatencyConfig(HostsConfig):
         quantize = check_choice("quantize", spec.quantize, QUANTS)
         combine = check_choice("combine", spec.combine, COMBINES)
         combine_dtype = check_choice("combine_dtype", spec.combine_dtype, COMBINE_DTYPES)
-        reduce = check_choice("reduce", spec.reduce, REDUCES)
+        reduce = _resolve_reduce(spec.reduce, combine)
         scale = check_choice("scale", spec.scale, SCALES)
         group_size = check_choice("group_size", spec.group_size, GROUPS)
         _check_gemm_push(combine, combine_dtype, reduce, slots)
@@ -390,6 +390,11 @@ class LowLatencyConfig(HostsConfig):
             span=span,
         )
 
+    @property
+    def sends_weights(self) -> bool:
+        """Whether dispatch sends the weights with the rows, and combine uses those."""
+        return self.shape.reduce == "sender" or self.span is not None
+
     def manifest(self) -> dict[str, JSON]:
         """Return the arguments that the ranks compare at creation, by name."""
         return HostsConfig.manifest(self) | {"slots": self.slots}
@@ -404,11 +409,18 @@ class LowLatencyConfig(HostsConfig):
         """Check the tensors of a dispatch and return the number of tokens.
 
         Raises:
-            InvalidArgument: a tensor has the wrong shape, dtype, device or stride.
+            InvalidArgument: a tensor has the wrong shape, dtype, device or stride, or topk_weights
+                is None with reduce="sender".
             TokenOverflow: there are more tokens than `max_tokens`.
         """
         tokens = check_topk(topk_ids, topk_weights, self.shape.top_k, device)
         check_tokens(tokens, self.max_tokens)
+        if topk_weights is None and self.shape.reduce == "sender":
+            raise InvalidArgument(
+                "topk_weights is None in dispatch, but with reduce='sender', the default, the "
+                "experts' ranks weight the rows: pass topk_weights to dispatch, or construct "
+                "LowLatencyAllToAll with reduce='receiver'"
+            )
         size, dtypes = (tokens, self.shape.hidden), (self.dtype,)
         check_tensor(
             "x", x, shape=size, dtypes=dtypes, device=device, aligned=16, rows_of="topk_ids"
@@ -462,6 +474,13 @@ class LowLatencyConfig(HostsConfig):
         )
         profile = math.prod(get_trace_shape(s.ranks)) if self.profile else 0
         return Memory(shared=self.share_bytes, ordinary=self.slots * slot + profile)
+
+
+def _resolve_reduce(reduce: str | None, combine: str) -> str:
+    """Return `reduce`, or its default for None. Raises InvalidArgument."""
+    if reduce is None:
+        return "receiver" if combine == "gemm_push" else "sender"
+    return check_choice("reduce", reduce, REDUCES)
 
 
 def _check_gemm_push(combine: str, combine_dtype: str | None, reduce: str, slots: int) -> None:

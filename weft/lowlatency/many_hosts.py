@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from weft.arguments import format_value
-from weft.errors import InvalidArgument
 from weft.heap.header import CallRecord
 from weft.hosts.exchange import hold_weakly
 from weft.hosts.rail import Rail
@@ -39,7 +37,6 @@ class ManyHosts:
         self._raise_if_broken = hold_weakly(raise_if_broken)
         # Of the dispatch in flight.
         self._sent: tuple[CallRecord, ResultBuffer, Mapping[str, torch.Tensor]] | None = None
-        self._weights: dict[int, torch.Tensor | None] = {}  # of each buffer's dispatch
 
     def dispatch(
         self,
@@ -54,7 +51,6 @@ class ManyHosts:
         """Send rows to the other hosts; for entry "dispatch", also run `dispatch_receive`."""
         rows = (self._pack(x),)
         self._rail.send(rows, topk_ids, topk_weights, None, None, self._max_tokens, call)
-        self._weights[buffer.index] = topk_weights
         self._sent = call, buffer, results
         if entry == "dispatch":
             self.dispatch_receive()
@@ -83,7 +79,6 @@ class ManyHosts:
 
         For entry "combine", also run `combine_receive`.
         """
-        self._check_weights(buffer, topk_weights)
         rail, rows = self._rail, self._max_tokens
         received = rail.get_received_rows(rows, buffer.index)
         routing = received.ids, received.weights
@@ -98,16 +93,3 @@ class ManyHosts:
     def combine_receive(self, out: torch.Tensor, add: torch.Tensor | None) -> None:
         """Add the sums of all hosts."""
         self._rail.receive_sums(out, add)
-
-    def _check_weights(self, buffer: ResultBuffer, weights: torch.Tensor | None) -> None:
-        """Raise InvalidArgument if the weights of a combine are not those of its dispatch."""
-        sent = self._weights[buffer.index]
-        same = weights is sent or (
-            weights is not None and sent is not None and weights.data_ptr() == sent.data_ptr()
-        )
-        if not same:
-            raise InvalidArgument(
-                f"topk_weights are {format_value(weights)} in combine, {format_value(sent)} in its "
-                "dispatch: with several hosts they are sent with the rows, so pass the same tensor "
-                "to both"
-            )

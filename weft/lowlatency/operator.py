@@ -16,7 +16,7 @@ from typing import Never
 
 import torch
 
-from weft.arguments import raise_invalid
+from weft.arguments import format_value, raise_invalid
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap.header import header_structs
@@ -88,15 +88,17 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         quantize: "fp8": dispatch delivers e4m3 values and scales. None: it delivers rows unchanged.
         combine: "push": combine sends the experts' rows to the tokens' owners. "gemm_push": the
             kernel that computes a row stores it at the owner (`ExpertRows.dst_addr`); needs
-            slots=1, reduce="receiver", and neither combine_dtype nor split_phase.
+            slots=1, and neither combine_dtype, split_phase nor reduce="sender".
         combine_dtype: "fp8": rows return as FP8 with one scale for 128 columns. None: in `dtype`.
         split_phase: Also build `dispatch_send`, `dispatch_recv`, `combine_send` and `combine_recv`.
             A dispatch and a combine may then be in flight at once.
         group_size: Columns that share a scale: 32, 64 or 128.
         scale: "fp32_row", "fp32_col" (column-major, as TMA reads it) or "ue8m0" (powers of two,
             four in an int32, column-major).
-        reduce: "receiver": the owner adds a token's weighted rows in fp32 in top-k order. "sender":
-            each rank first adds the rows of its own experts, so that fewer rows are sent.
+        reduce: "sender": each rank adds the weighted rows of its own experts, so that a token gets
+            at most one row from each rank, whose sum was rounded once. "receiver": every expert's
+            row is sent, and the token's owner adds them in fp32 in top-k order. Default: "sender",
+            or "receiver" with combine="gemm_push".
         slots: Results that may be alive at once, 1 or 2.
         num_sms: Number of SMs that the kernels may use. Default: all.
         programmatic_launch: Let a kernel become resident while its predecessor in the stream still
@@ -131,7 +133,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         split_phase: bool = False,
         group_size: int = 128,
         scale: str = "fp32_row",
-        reduce: str = "receiver",
+        reduce: str | None = None,
         slots: int = 2,
         num_sms: int | None = None,
         programmatic_launch: bool = True,
@@ -177,6 +179,11 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         """Memory of this object on the rank with the most experts."""
         return self.config.memory
 
+    @property
+    def reduce(self) -> str:
+        """Rank that adds a token's rows, "sender" or "receiver"."""
+        return self.config.shape.reduce
+
     def dispatch(
         self,
         x: torch.Tensor,
@@ -191,8 +198,8 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         Args:
             x: `[tokens, hidden]` of `dtype`.
             topk_ids: int32 or int64 `[tokens, top_k]`, global expert ids, -1 for none.
-            topk_weights: float32 `[tokens, top_k]`. Required with reduce="sender" and on several
-                hosts. None means ones.
+            topk_weights: float32 `[tokens, top_k]`. Required with reduce="sender". With
+                reduce="receiver" on one host, not read. On several hosts, None means ones.
 
         Returns:
             Rows by expert, valid until their handle is combined.
@@ -221,17 +228,21 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
     ) -> torch.Tensor:
         """Sum the experts' results at their tokens' owners.
 
-        `out[t] = sum over k of weight * y + add[t]`. Products and sums are rounded to fp32, in
-        top-k order. With reduce="sender", each rank's rows are summed in top-k order, rounded to
-        the transfer dtype, and these sums are added in rank order. Then `add` is added, and the
-        result is rounded once to `dtype`. With several hosts, pass the weights of the dispatch;
-        each host's sum is rounded to the transfer dtype.
+        `out[t] = round(sum over ranks r of send(part[r]) + add[t])`, where `part[r]` is the sum of
+        `weight * y` over the choices k of t whose expert is on rank r, in top-k order. Products and
+        sums are rounded to fp32, ranks are added in order, and `round` is to `dtype`. `send` rounds
+        once to `dtype`, or to FP8 with combine_dtype="fp8".
+
+        With reduce="receiver", `out[t] = round(sum over k of weight * send(y) + add[t])`, in top-k
+        order. With several hosts, either is computed without `add` for the experts of each host.
+        These results pass through `send` and are added in the order of hosts, and then `add`.
 
         Args:
             y: `[local_experts, ep_size * max_tokens, hidden]` of `dtype`, a result for each row of
                 the dispatch; rows from `counts` on are not read. None with combine="gemm_push".
             topk_ids: As in the dispatch.
-            topk_weights: As in the dispatch. None means ones.
+            topk_weights: With reduce="sender" or several hosts, the tensor that was passed to the
+                dispatch. Else float32 `[tokens, top_k]`; None means ones.
             handle: `ExpertRows.handle`. Its result may be overwritten after this call.
             out: `[tokens, hidden]` to write into. Default: a new tensor.
             add: `[tokens, hidden]` added to the sum, such as a shared expert's result.
@@ -374,6 +385,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
             self._descriptor, self._layer, self.config.max_tokens, 0
         )
         self._exchange.dispatch(entry, call, buffer, results, x, topk_ids, topk_weights)
+        buffer.sent_weights = topk_weights if self.config.sends_weights else None
         self._number, buffer.handle, buffer.latest_handle = handle.number, handle, handle
         if entry != "dispatch":
             self._sent_handle = handle
@@ -418,6 +430,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
                 "the topk_ids of that dispatch"
             )
         buffer = self.result_buffers[handle.slot]
+        self._check_weights(topk_weights, buffer)
         self._check_results(y, buffer)
         size = (tokens, self.config.shape.hidden)
         if out is None:
@@ -431,6 +444,8 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         counts = buffer.tensors["counts"] if counts is None else counts
         routing, order = (topk_ids, topk_weights), self._get_age_rank(handle)
         self._exchange.combine(entry, buffer, y, counts, *routing, out, add, order)
+        if not self._allow_handle_reuse:
+            buffer.sent_weights = None
         if entry == "combine":
             buffer.handle = None
         else:
@@ -510,6 +525,18 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
             f"{entry} while {num_buffers} results are alive, the oldest of dispatch "
             f"{oldest.number}: combine one first"
         )
+
+    def _check_weights(self, weights: torch.Tensor | None, buffer: ResultBuffer) -> None:
+        """Raise InvalidArgument if a combine has other weights than the dispatch has sent."""
+        sent = buffer.sent_weights
+        if not self.config.sends_weights or weights is sent:
+            return
+        if weights is None or sent is None or weights.data_ptr() != sent.data_ptr():
+            raise InvalidArgument(
+                f"topk_weights are {format_value(weights)} in combine, {format_value(sent)} in its "
+                "dispatch: with reduce='sender' or several hosts, the dispatch sends them, so pass "
+                "the same tensor to both"
+            )
 
     def _check_results(self, y: torch.Tensor | None, buffer: ResultBuffer) -> None:
         if self.config.shape.gemm_push:

@@ -153,19 +153,19 @@ def combine(
     topk_weights: torch.Tensor | None,
     placement: Placement,
     *,
-    reduce: str = "receiver",
+    reduce: str = "sender",
     combine_dtype: str | None = None,
     add: torch.Tensor | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
     """Return the sums of one rank's tokens, `[tokens, hidden]` in the dtype of rows.
 
-    With reduce="receiver", the sum over k of weight * row starts at 0, in top-k order, and each
-    product and sum is rounded to fp32; with combine_dtype="fp8", rows are quantised first. With
-    reduce="sender", the rows of each rank are summed in the same way and rounded to dtype (or FP8),
-    and these sums are added in rank order. Then `add` is added, and the result is rounded once to
-    dtype. With several hosts, the same is done for the experts of each host, rounded to dtype (or
-    FP8), and these sums are added in the order of hosts.
+    With reduce="sender", for each rank the sum over its choices k of weight * row starts at 0, in
+    top-k order. Each product and sum is rounded to fp32, and the rank's sum once to dtype (or FP8).
+    These sums are added in rank order. With reduce="receiver", one sum goes over all k in the same
+    way; with combine_dtype="fp8", its rows are quantised first. Then `add` is added, and the result
+    is rounded once to dtype. With several hosts, the same is done for the experts of each host,
+    rounded to dtype (or FP8), and these sums are added in the order of hosts.
 
     Args:
         rows: `[tokens, top_k, hidden]`, the expert's result for each choice; rows of ids of -1 are

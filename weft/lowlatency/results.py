@@ -94,10 +94,11 @@ class ResultBuffer:
         )
         self.handle: Handle | None = None
         self.latest_handle: Handle | None = None  # also if no longer alive
+        self.sent_weights: torch.Tensor | None = None  # those that the dispatch has sent
 
     def reset(self) -> None:
         """Discard the result, and clear the addresses to which GEMMs store rows."""
-        self.handle = self.latest_handle = None
+        self.handle = self.latest_handle = self.sent_weights = None
         self.tensors["dst_addr"].zero_()
 
     def set_routing(self, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:

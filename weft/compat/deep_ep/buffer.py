@@ -187,6 +187,7 @@ class Buffer:
             top_k=min(HINT_TOP_K, num_experts),
             num_experts=num_experts,
             scale="fp32_col",
+            reduce="receiver",
         ).shared
 
     @disable_tracing

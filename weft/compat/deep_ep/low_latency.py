@@ -160,6 +160,7 @@ class LowLatencyMode:
                 quantize=None if sizes.scale is None else "fp8",
                 split_phase=True,
                 scale=sizes.scale or "fp32_row",
+                reduce="receiver",  # as in deep_ep, rows return one by one
                 _recipe="deep_ep",
                 _allow_handle_reuse=True,
                 **self._options,

@@ -212,7 +212,10 @@ def build_exchange_kwargs(
         "combine": "gemm_push" if plan.gemm_push else "push",
         "combine_dtype": options.combine_dtype,
     }
-    return sizes | {"slots": 1} if plan.mode == "low_latency" else sizes
+    if plan.mode == "throughput":
+        return sizes
+    # gemm_push needs reduce="receiver". The other overlaps use it, too, to have the same bits.
+    return sizes | {"slots": 1, "reduce": "receiver"}
 
 
 def choose_gemm(
