@@ -223,12 +223,24 @@ GEMM = {
         _gemm("pipeline.cuh", "scale_slot", r"return [^;]*;", "return row + 0 * (j + q);"),
     # Split tiles.
     "a block is added before it is complete":
-        _gemm("mainloop_fp8.cuh", "mainloop_split", r"promote<0>(\(sum\[block\], scales\);)",
+        _gemm("mainloop_fp8.cuh", "mainloop_split", r"promote<0>(\(sum\[0\], scales\[0\]\);)",
               r"promote<1>\1 wgmma_wait<0>();", block_m=256),
+    "the second block is added before it is complete":
+        _gemm("mainloop_fp8.cuh", "mainloop_split", r"wait_accumulator<0>\(product\.acc\);(.*\);)",
+              r"wgmma_wait<1>();\1 wgmma_wait<0>();", block_m=256),
     "a stage is released before its blocks are complete":
         _gemm("mainloop_fp8.cuh", "mainloop_split",
-              r"(wait\(at\.parity\);)(.*)(release_stage\(smem, at\.stage, rank\);)", r"\1 \3 \2",
+              r"(wait_accumulator[^;]*;) (release_stage\(smem, stage, rank\);)", r"\2 \1",
               block_m=256),
+    "the next stage is tested with this pass's parity":
+        _gemm("mainloop_fp8.cuh", "mainloop_split", r"next == 0 \? parity \^ 1 : parity", "parity",
+              "overrun|" + WRONG, block_m=256, k=1152),
+    "a tile starts in the first stage of the ring":
+        _gemm("mainloop_fp8.cuh", "mainloop_split", r"\? 0 : pipeline\.stage", "? 0 : 0",
+              STUCK, block_m=256),
+    "a split tile overwrites staging memory that others read":
+        _gemm("compute.cuh", "compute_tiles", r"after_split = false;", "", block_m=256,
+              k=128),
     "both blocks have the scales of the first":
         _gemm("mainloop_fp8.cuh", "NormalScales::read_split", r"rows\[block\]", "rows[0]",
               block_m=256),

@@ -218,6 +218,10 @@ inline void await(const void* at, unsigned parity) {
     machine->check(barrier_at(at).made == 1, unmade);
     await_change(barrier_at(at).phase, parity);
 }
+inline bool is_complete(const void* at, unsigned parity) {
+    machine->check(barrier_at(at).made == 1, unmade);
+    return barrier_at(at).phase != parity;
+}
 inline void arrive_at(unsigned rank, const void* barrier) {
     machine->send({rank, address(barrier), {}, false, true, address(barrier)});
 }

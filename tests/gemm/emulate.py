@@ -33,6 +33,7 @@ BODIES = {
         "void arrive()": "emulated::arrive(&word);",
         "void arrive_expect_tx(u32 bytes)": "emulated::arrive(&word, bytes);",
         "void wait(u32 parity)": "emulated::await(&word, parity);",
+        "bool is_complete(u32 parity)": "return emulated::is_complete(&word, parity);",
         "void fence_for_bulk()": FENCED,
         "void tma_load_2d(void* to, const TensorMap& map, u32 x, u32 y, Mbarrier& mbarrier,\n"
         "                         u64 hint)": (

@@ -24,8 +24,8 @@ CASES = {
     "fp8": FP8,
     "bf16": replace(FP8, dtype=torch.bfloat16, n=272, bias=True),
     "mxfp4": replace(FP8, dtype=MXFP4, bias=True),
-    # Split tiles, some cut, one of which leaves a warpgroup without rows.
-    "split": replace(FP8, counts=(30, 190, 270)),
+    # Split tiles, some cut, one of which leaves a warpgroup without rows, and low ones between.
+    "split": replace(FP8, counts=(276, 190, 280)),
 }
 EPILOGUES: dict[str, tuple[Epilogue, float]] = {
     "store": (STORE, 2.0**-7),

@@ -24,6 +24,17 @@ struct Mbarrier {
                      "r"(bytes)
                      : "memory");
     }
+    // Whether the phase is complete, with the order of wait. Does not block.
+    WEFT_FN bool is_complete(u32 parity) {
+        u32 complete;
+        asm volatile(
+            "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; "
+            "selp.u32 %0, 1, 0, p;}"
+            : "=r"(complete)
+            : "r"(address()), "r"(parity)
+            : "memory");
+        return complete;
+    }
     // Order: the bytes that were expected are in shared memory, readable by this thread.
     // The thread sleeps for up to 10 ms at a time until the phase completes: polling would take
     // shared-memory bandwidth from the other threads.

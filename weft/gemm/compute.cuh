@@ -72,18 +72,23 @@ WEFT_FN void compute_normal(const GemmArgs& a, GemmShared<S>& smem, const Operan
     }
 }
 
+// after_split: the previous tile was split, so each warp has used only its own staging memory.
 template <GemmShape S>
 WEFT_FN void compute_split(const GemmArgs& a, GemmShared<S>& smem, const Operands<S>& operands,
-                           PipelineState<S.stages>& pipeline, const Tile& tile, u32 rank) {
+                           PipelineState<S.stages>& pipeline, const Tile& tile, u32 rank,
+                           bool after_split) {
     float sum[2][normal_sums] = {};
     const u64 dst_addr = load_dst_addr<S>(a, tile);
     const u32 first_row = rank * normal_m;
     const bool has_rows = tile.valid_m > first_row + math_warpgroup() * (normal_m / 2);
     mainloop_split<S>(smem, pipeline, operands, rank, has_rows, sum);
+    if constexpr (S.epilogue == Epilogue::push)
+        share_dst_addrs(smem, tile, dst_addr);
+    else if (!after_split)
+        sync_math_warps();
     if constexpr (S.gated()) {
         store_gated_fp8_split<S>(a, smem, tile, first_row, sum);
     } else {
-        share_dst_addrs(smem, tile, dst_addr);
 #pragma unroll
         for (u32 block = 0; block < 2; ++block)
             store_normal<S>(a, smem, tile, block, sum[block], first_row);
@@ -97,13 +102,16 @@ WEFT_FN void compute_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u3
     TileScheduler<S> scheduler{smem};
     PipelineState<S.stages> pipeline;
     Tile tile;
-    u32 exchanges = 0;  // number of amax exchanges with the other CTA so far
+    u32 exchanges = 0;        // number of amax exchanges with the other CTA so far
+    bool after_split = true;  // as before the first tile: no warp has used another's staging memory
     while (scheduler.next(tile)) {
         if constexpr (S.has_split_m()) {
             if (tile.is_split<S>()) {
-                compute_split<S>(a, smem, operands, pipeline, tile, rank);
+                compute_split<S>(a, smem, operands, pipeline, tile, rank, after_split);
+                after_split = true;
                 continue;
             }
+            after_split = false;
         }
         if constexpr (S.is_fp8() && S.block_m >= normal_m) {
             if (tile.m == normal_m) {

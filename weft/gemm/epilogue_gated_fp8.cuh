@@ -257,7 +257,6 @@ WEFT_FN void store_gated_fp8_split(const GemmArgs& a, GemmShared<S>& smem, const
     for (u32 i = 0; i < 2; ++i)
         inverse[i] =
             inverse_scale<S>(a, tile, first + 8 * i, row_amax_normal(amax[i]), lane % 4 == 0);
-    sync_math_warps();  // the previous tile's staging memory is free
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
         if (half != 0) __syncwarp();  // the staging memory of the first half has been read

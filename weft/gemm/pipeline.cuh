@@ -55,6 +55,11 @@ template <u32 stages> struct PipelineState {
             parity ^= 1;
         }
     }
+    WEFT_FN void advance_by(u32 steps) {
+        const u32 end = stage + steps;
+        stage = end % stages;
+        parity ^= end / stages % 2;
+    }
 };
 
 template <GemmShape S> WEFT_FN void init_mbarriers(GemmShared<S>& smem) {
