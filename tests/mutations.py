@@ -358,6 +358,31 @@ GEMM = {
         _gemm("loader.cuh", "prefetch_weights", r"(while \([^;]*?) && (scheduler\.next\(tile\))\)",
               r"\2; \1)", f"deadlock|{WRONG}", **EARLY | {"k": 128}),
     # Which tile is whose.
+    "a ticket is read before it is sent":
+        _gemm("tile_scheduler.cuh", "TileScheduler::await_ticket", r"smem\.ticket_full[^;]*;", "",
+              f"deadlock|overrun|{WRONG}", block_m=256),
+    "one ticket of the ring for all tiles":
+        Mutation(
+            tuple(
+                Edit("gemm/tile_scheduler.cuh", *edit)
+                for edit in (
+                    ("TileScheduler::await_ticket",
+                     r"% S\.ticket_ring\(\);(.*)/ S\.ticket_ring\(\)", r"* 0;\1/ 1"),
+                    ("Tickets::draw", r"% S\.ticket_ring\(\)", "* 0"),
+                    ("Tickets::send", r"% S\.ticket_ring\(\)", "* 0"),
+                )
+            ),
+            STUCK, {"block_m": 256, "k": 128},
+        ),
+    "the other CTA gets no ticket":
+        _gemm("tile_scheduler.cuh", "Tickets::send", r"cta < 2", "cta < 1", "deadlock",
+              block_m=256),
+    "the counter is not reset":
+        _gemm("tile_scheduler.cuh", "Tickets::send", r"\*counter = 0;", ";", "unreset",
+              block_m=256, sms=4),
+    "tickets skip tiles":
+        _gemm("tile_scheduler.cuh", "Tickets::send", r"clusters \+ value", "2 * clusters + value",
+              f"unreset|{WRONG}", block_m=256, sms=4),
     "two clusters compute the same tiles":
         _gemm("tile_scheduler.cuh", "TileScheduler::next", r"clusters - 1 - self", "clusters - 1",
               block_m=64, sms=4),

@@ -27,6 +27,7 @@ enum Rule : unsigned {
     outside,     // shared memory beyond what was asked for was written
     hasty,       // memory that the kernel in front may still write was read, or any written
     strangers,   // a barrier by name was met by others than the first time
+    unreset,     // a counter was not left at 0 for the next launch
     rules
 };
 enum Policy : unsigned { late, at_once, at_any_time, policies };

@@ -95,6 +95,7 @@ RULES = (
     "outside",
     "hasty",
     "strangers",
+    "unreset",
 )
 LATE, AT_ONCE, AT_ANY_TIME = range(3)  # when what is on its way lands
 LATE_MEMORY = """\
@@ -109,9 +110,12 @@ ENTRY = """\
 extern "C" __attribute__((visibility("default"))) void grouped_gemm_{i}(
     const weft::GemmArgs* a, unsigned ctas, unsigned seed, unsigned policy, unsigned* broken) {{
     constexpr weft::GemmShape S = {literal};
+    weft::u32 tickets[2] = {{}};
+    weft::u32* const counters = tickets;
     emulated::launch_pairs(ctas, {threads}, weft::gemm_shared_bytes<S>(), seed,
                            emulated::Policy(policy), broken, late,
-                           [a] {{ weft::grouped_gemm<S>(*a); }});
+                           [a, counters] {{ weft::grouped_gemm<S>(*a, counters); }});
+    broken[emulated::unreset] += tickets[1] != 0;
 }}
 """
 
@@ -159,7 +163,9 @@ class EmulatedGemms:
             (ctypes.c_uint32 * len(RULES))(),
         )
         self._write_late(call)
-        number = self.shapes.index(kernels.GemmShape.from_call(call, plan))
+        shape = kernels.GemmShape.from_call(call, plan)
+        args.ticket_slot = self.seed % 2 if shape.draws_tickets else 0
+        number = self.shapes.index(shape)
         getattr(self.library, f"grouped_gemm_{number}")(
             ctypes.byref(args), min(self.sms // 2, clusters) * 2, self.seed, self.policy, broken
         )

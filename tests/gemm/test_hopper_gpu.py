@@ -51,8 +51,12 @@ def test_bits_of_mxfp4_are_those_of_fp8_weights(name: str):
 @pytest.mark.parametrize(
     ("programmatic", "prefetch"), [(False, False), (True, False), (True, True)]
 )
-@pytest.mark.parametrize("dtype", [FP8, MXFP4])
-def test_graphs_replay_with_other_counts(dtype: torch.dtype, programmatic: bool, prefetch: bool):
+@pytest.mark.parametrize(
+    ("dtype", "block_m", "num_sms"), [(FP8, 128, None), (FP8, 256, 4), (MXFP4, 128, None)]
+)
+def test_graphs_replay_with_other_counts(
+    dtype: torch.dtype, block_m: int, num_sms: int | None, programmatic: bool, prefetch: bool
+):
     """Run both GEMMs in turn, as a layer does; counts change between replays."""
     up = Case(dtype, counts=(70, 130, 1), n=1024, k=512, align=1, slack=0).make("cuda")
     rows, wide = up.case.rows, torch.randn(3, 512, 512, device="cuda")
@@ -61,8 +65,8 @@ def test_graphs_replay_with_other_counts(dtype: torch.dtype, programmatic: bool,
         down, down_scale = pack_mxfp4(*quantize_mxfp4(wide))
     out = torch.empty(rows, 512, dtype=BF16, device="cuda")
     act = torch.empty(rows, 512, dtype=FP8, device="cuda"), torch.empty(rows, 4, device="cuda")
-    kwargs = up.given | {"programmatic_launch": programmatic, "plan": WgmmaPlan(128)}
-    kwargs["prefetch_weights"] = prefetch
+    kwargs = up.given | {"programmatic_launch": programmatic, "plan": WgmmaPlan(block_m)}
+    kwargs |= {"prefetch_weights": prefetch, "num_sms": num_sms}
 
     def both() -> None:
         grouped_gemm(up.a, up.b, out=act, epilogue=GatedQuant(), **kwargs)
@@ -83,6 +87,34 @@ def test_graphs_replay_with_other_counts(dtype: torch.dtype, programmatic: bool,
         out.fill_(UNTOUCHED)
         graph.replay()
         assert torch.equal(out, expected)
+
+
+def test_concurrent_launches_draw_tickets_of_their_own():
+    """One prepared call runs in two streams at once, and as two graphs of one stream."""
+    made = Case(counts=(300, 520, 260), n=1024, k=512, align=1, slack=0).make("cuda")
+    outs = [torch.empty(made.case.rows, 1024, dtype=BF16, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in outs]
+
+    def run(out: torch.Tensor) -> None:
+        grouped_gemm(made.a, made.b, out=out, plan=WgmmaPlan(256), num_sms=32, **made.given)
+
+    run(outs[0])
+    expected = outs[0].clone()
+    graphs = [torch.cuda.CUDAGraph() for _ in outs]
+    for graph, out in zip(graphs, outs, strict=True):
+        with torch.cuda.graph(graph):
+            for _ in range(5):
+                run(out)
+    for captured in (False, True):
+        for _ in range(100):
+            for out in outs:
+                out.fill_(UNTOUCHED)
+            torch.cuda.synchronize()
+            for graph, stream, out in zip(graphs, streams, outs, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay() if captured else run(out)
+            torch.cuda.synchronize()
+            assert all(torch.equal(out, expected) for out in outs)
 
 
 def test_weights_come_early_and_rows_do_not():

@@ -146,3 +146,16 @@ def test_a_tensor_map_is_encoded_for_each_new_address(monkeypatch: pytest.Monkey
         assert [list(words) for words in result.rows_map] == [[a] * kernels.MAP_WORDS] * 4
         assert result.counts == made.given["counts"].data_ptr()
         assert (result.out, result.out_scales) == (at[2], 0)
+
+
+def test_launches_that_may_overlap_get_counters_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(kernels, "call_driver", lambda _, stream: stream)
+    monkeypatch.setattr(kernels, "TICKET_SLOTS", 6)
+    slots = kernels.TicketSlots()
+    assert [slots.assign(stream) for stream in (7, 8, 7)] == [1, 2, 1]
+    capturing = True
+    assert [slots.assign(7) for _ in range(4)] == [3, 4, 5, 0]  # 0: none is left
+    capturing = False
+    assert [slots.assign(stream) for stream in (8, 9)] == [2, 0]

@@ -16,7 +16,8 @@
 //   warps 1 to 3         scales of FP8 rows           loader.cuh, load_scales
 //   warpgroups 1 and 2   mainloop and epilogue        compute.cuh, compute_tiles
 //
-// tile_scheduler.cuh assigns tiles to clusters; pipeline.cuh defines the shared memory.
+// tile_scheduler.cuh assigns tiles to clusters, in kernels with split tiles by tickets that are
+// drawn from a counter; pipeline.cuh defines the shared memory.
 #pragma once
 #include <weft/device/team.cuh>
 #include <weft/gemm/compute.cuh>
@@ -32,7 +33,7 @@ namespace weft {
 constexpr u32 loading_registers[] = {40, 32, 24};
 constexpr u32 math_registers[] = {232, 104, 72};
 
-template <GemmShape S> WEFT_FN void grouped_gemm(const GemmArgs& a) {
+template <GemmShape S> WEFT_FN void grouped_gemm(const GemmArgs& a, u32* ticket_counters) {
     extern __shared__ __align__(1024) u8 memory[];
     u8* const tiles = memory;
     GemmShared<S>& smem = *reinterpret_cast<GemmShared<S>*>(memory + S.stages * S.stage_bytes());
@@ -50,7 +51,7 @@ template <GemmShape S> WEFT_FN void grouped_gemm(const GemmArgs& a) {
     if (cta.lane() < warpgroup_threads) {
         setmaxnreg_dec<loading_registers[S.ctas_per_sm() - 1]>();
         if (cta.lane() == 0)
-            load_tiles(a, smem, tiles, rank);
+            load_tiles(a, smem, tiles, rank, ticket_counters);
         else if constexpr (S.has_fp8_rows())
             if (cta.warp() != 0) load_scales(a, smem, rank);
     } else {

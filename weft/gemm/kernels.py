@@ -7,6 +7,7 @@ import ctypes
 import functools
 import math
 import struct
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int64, c_uint32, c_uint64
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.cuda.driver import call_driver
 from weft.errors import DriverError, InvalidArgument, OutOfOrder
 from weft.gemm.call import GemmCall
 from weft.gemm.config import (
@@ -45,6 +47,7 @@ BLOCK_M_GRANULARITY, MAX_SWAP_AB_M = 16, 160
 BLOCK_K_BYTES = 128
 SPLIT_M = 256  # rows of an FP8 tile that is split between the two CTAs of a cluster
 COMPILE_THREADS = 4
+TICKET_SLOTS = 16384  # counters of a kernel; the first is not used
 # Constants of gemm/shape.cuh and their values in Python, which the generated source asserts.
 SHARED_CONSTANTS = (
     ("weft::gemm_threads", THREADS),
@@ -77,8 +80,8 @@ constexpr weft::GemmShape S = {shape};
 static_assert(S.ctas_per_sm() == {ctas_per_sm});
 {layout}extern "C" {{ extern __device__ const unsigned long long {shared}[1]; }}
 __device__ const unsigned long long {shared}[1] = {{weft::gemm_shared_bytes<S>()}};
-extern "C" __global__ void __launch_bounds__({threads}, {ctas_per_sm})
-{name}(const __grid_constant__ weft::GemmArgs a) {{ weft::grouped_gemm<S>(a); }}
+{counters}extern "C" __global__ void __launch_bounds__({threads}, {ctas_per_sm})
+{name}(const __grid_constant__ weft::GemmArgs a) {{ weft::grouped_gemm<S>(a, {tickets}); }}
 """
 
 # PTX of a wgmma over 32 bytes of k for each operand dtype: shape and types, and the operands after
@@ -130,7 +133,7 @@ class GemmArgs(ctypes.Structure):
         ("alpha", c_float),
         ("offset", c_float),
         ("limit", c_float),
-        ("reserved", c_uint32),
+        ("ticket_slot", c_uint32),
     )
 
 
@@ -253,9 +256,14 @@ class GemmShape:
         return f"{{{sizes}, {enums}, {', '.join(str(flag).lower() for flag in flags)}}}"
 
     @property
+    def draws_tickets(self) -> bool:
+        """Whether clusters draw their tiles from a counter: kernels with split tiles do."""
+        return self.operand == "fp8" and self.plan.block_m == SPLIT_M
+
+    @property
     def source(self) -> str:
         """The generated source of the kernel's entry."""
-        ns = wgmma_n_sizes(self.plan.block_m)
+        ns, draws = wgmma_n_sizes(self.plan.block_m), self.draws_tickets
         return SOURCE.format(
             instructions="".join(generate_wgmma(n, self.operand) for n in ns),
             shape=self.cpp_value,
@@ -264,6 +272,8 @@ class GemmShape:
             shared=SHARED,
             threads=THREADS,
             ctas_per_sm=self.plan.ctas_per_sm(self.operand),
+            counters=f"__device__ weft::u32 tickets[{TICKET_SLOTS}];\n" if draws else "",
+            tickets="tickets" if draws else "nullptr",
         )
 
     def compile(self, arch: str) -> bytes:
@@ -290,6 +300,42 @@ def load_kernel(shape: GemmShape) -> Function:
         # loading may wait for running kernels, which may wait for the work of the other thread.
         function = _functions.setdefault((device, shape), _load_kernel(shape))
     return function
+
+
+class TicketSlots:
+    """Assigns counters of a kernel to launches, so that none shares one with a concurrent launch.
+
+    Launches in one stream follow each other and share a counter, which every launch leaves at 0.
+    A captured launch keeps a counter of its own, because its graph may be replayed in any stream.
+    When all counters are assigned, tiles are dealt to clusters in turn, which takes longer if
+    experts have different numbers of rows.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_stream: dict[int, int] = {}  # by cuStreamGetId, which is never reused
+        self._last = 0
+
+    def assign(self, stream: int) -> int:
+        """Return the slot for a launch in a CUstream, the current one, or 0 if none is left."""
+        if torch.cuda.is_current_stream_capturing():
+            with self._lock:
+                return self._take()
+        stream_id = int(call_driver("cuStreamGetId", stream))
+        with self._lock:
+            slot = self._by_stream.get(stream_id)
+            if slot is None:
+                slot = self._by_stream[stream_id] = self._take()
+            return slot
+
+    def _take(self) -> int:
+        if self._last + 1 == TICKET_SLOTS:
+            return 0
+        self._last += 1
+        return self._last
+
+
+_ticket_slots: dict[tuple[int, GemmShape], TicketSlots] = {}  # by device and shape, as _functions
 
 
 class HopperArguments:
@@ -346,6 +392,10 @@ class HopperLaunch:
         self._device = torch.cuda.current_device()
         shape = GemmShape.from_call(call, plan)
         function = load_kernel(shape)
+        key = self._device, shape
+        self._tickets = (
+            _ticket_slots.setdefault(key, TicketSlots()) if shape.draws_tickets else None
+        )
         self._launcher = Launcher(function, GemmArgs, use_pdl=use_pdl, cluster=2)
         self._arguments = HopperArguments(call)
         clusters = plan.max_m_blocks(rows, experts) * -(-n // CLUSTER_N)
@@ -355,8 +405,10 @@ class HopperLaunch:
 
     def __call__(self, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> None:
         """Launch the kernel on the current stream. Raises DriverError."""
-        args = self._arguments.fill_addresses(addresses)
-        self._launcher(args, self._grid, THREADS, current_stream(self._device))
+        args, stream = self._arguments.fill_addresses(addresses), current_stream(self._device)
+        if self._tickets is not None:
+            args.ticket_slot = self._tickets.assign(stream)
+        self._launcher(args, self._grid, THREADS, stream)
 
 
 def encode_row_maps(address: int, rows: int, row_bytes: int) -> bytes:

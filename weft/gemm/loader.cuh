@@ -112,17 +112,21 @@ WEFT_FN u32 prefetch_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, 
     TileScheduler<S> scheduler{smem};
     Tile tile;
     u32 filled = 0;
-    while (filled < S.stages && scheduler.next(tile))
+    while (filled < S.stages && scheduler.next(tile)) {
         for (u32 k = 0; k < S.k_blocks() && filled < S.stages; ++filled) {
             load_weights(a, smem, tiles, filled, tile, rank, k);
             k += tile.k_blocks_of_stage<S>(k);
         }
+        if (S.draws_tickets()) break;  // the previous kernel may still use the counter
+    }
     return filled;
 }
 
-// Loads weights and rows of every k block into the stages; run by one thread.
+// Loads weights and rows of every k block into the stages; run by one thread. `counters`: those of
+// the kernel, or null if it draws no tickets.
 template <GemmShape S>
-WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank) {
+WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank,
+                        u32* counters) {
     u32 prefetched = 0;
     if constexpr (S.prefetch_weights) {
         prefetched = prefetch_weights(a, smem, tiles, rank);
@@ -130,10 +134,16 @@ WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 r
     }
     TileScheduler<S> scheduler{smem};
     PipelineState<S.stages> pipeline;
+    Tickets<S> tickets{a.ticket_slot == 0 ? nullptr : counters + a.ticket_slot};
     Tile tile;
     fence_for_bulk();  // the previous kernel wrote the rows with generic-proxy stores
-    while (scheduler.next(tile))
+    while (scheduler.next(tile)) {
+        if constexpr (S.draws_tickets()) tickets.draw(smem, rank);
         for (u32 k = 0; k < S.k_blocks(); k += tile.k_blocks_of_stage<S>(k), pipeline.advance()) {
+            // Before the last loads, so that the other CTA's loader does not wait for the ticket.
+            if constexpr (S.draws_tickets())
+                if (k + tile.k_blocks_of_stage<S>(k) >= S.k_blocks())
+                    tickets.send(smem, rank, scheduler.tile_idx);
             if (prefetched != 0) {
                 --prefetched;
             } else {
@@ -142,6 +152,7 @@ WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 r
             }
             load_rows(a, smem, tiles, pipeline.stage, tile, rank, k);
         }
+    }
     // Wait for the other CTA's last arrivals, which need this CTA's mbarriers.
     for (u32 i = 0; i < S.stages; ++i, pipeline.advance())
         smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);

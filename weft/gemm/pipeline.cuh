@@ -38,7 +38,8 @@ template <GemmShape S> struct GemmShared {
     float inverse_scales[S.gated_fp8() ? S.cta_m() : 1];
     u32 block_ends[S.experts], expert_order[S.experts];  // see tile_scheduler.cuh
     u32 counts[S.experts], first_rows[S.experts];
-    Mbarrier full[S.stages], empty[S.stages], peer_amax_full[2];
+    u32 tickets[S.ticket_ring()];
+    Mbarrier full[S.stages], empty[S.stages], peer_amax_full[2], ticket_full[S.ticket_ring()];
 };
 
 template <GemmShape S> constexpr u32 gemm_shared_bytes() {
@@ -70,6 +71,7 @@ template <GemmShape S> WEFT_FN void init_mbarriers(GemmShared<S>& smem) {
     }
     smem.peer_amax_full[0].init(1);
     smem.peer_amax_full[1].init(1);
+    for (u32 i = 0; i < S.ticket_ring(); ++i) smem.ticket_full[i].init(1);
     fence_mbarrier_init();
 }
 

@@ -88,6 +88,11 @@ struct GemmShape {
     // block of few rows. Without gating there are few k blocks, and high tiles took 2 % longer
     // (H200, 2026-11-26).
     constexpr bool has_pairs() const { return has_split_m() && gated(); }
+    // Whether clusters draw their tiles from a counter (tile_scheduler.cuh).
+    constexpr bool draws_tickets() const { return has_split_m(); }
+    // Tickets in shared memory. A ticket overwrites one whose tile the math warps of both CTAs have
+    // begun: the loader is at most `stages` stages ahead of them, and tiles have at least one.
+    constexpr u32 ticket_ring() const { return draws_tickets() ? stages + 2 : 1; }
     // The offset of a stage's second k block of weights and rows from its first.
     constexpr u32 half_stage_bytes() const { return stage_bytes() / 2; }
     // Maximum rows that one CTA multiplies.
@@ -114,7 +119,7 @@ struct GemmArgs {
     float beta, linear_beta;     // situ
     u32 max_rows, rows;          // per expert; in total
     float alpha, offset, limit;  // limit: infinity without a limit
-    u32 reserved;                // pads the size to a multiple of 64 bytes
+    u32 ticket_slot;             // kernels that draw tickets: their counter, or 0 for none
 };
 
 WEFT_FN u32 round_up(u32 x, u32 to) { return (x + to - 1) / to * to; }
