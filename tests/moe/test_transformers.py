@@ -11,6 +11,7 @@ import torch
 
 import weft
 from weft.moe import (
+    SWIGLU,
     Expert,
     ExpertWeights,
     GatedExpert,
@@ -88,6 +89,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "pad_token_id": None, "linear_head_dim": 8, "linear_num_heads": 2},
     ),
     "llama4_text": ("Llama4Text", {**LOCAL, "intermediate_size_mlp": 48}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**DEEPSEEK, **GROUPS, "num_experts_per_tok": 3}),
+    "mimo_v2_flash": ("MiMoV2Flash", {**FEW, "n_group": 2, "v_head_dim": 16, "pad_token_id": None}),
+    "dots1": ("Dots1", {**FEW, "n_shared_experts": 2, "norm_topk_prob": True}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe", {"moe_intermediate_size": 24, "moe_num_experts": EXPERTS, "moe_k": 3}
+    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {**LOCAL, "moe_topk": [3, 3]}),
+    "hy_v3": ("HYV3", {**QWEN, "num_experts_per_tok": 3, "num_shared_experts": 2}),
+    "hy_v4": (
+        "HYV4", {**DEEPSEEK, **INDEXER, **NO_GROUPS, "swiglu_limit": 0.75, "pad_token_id": None}
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {**QWEN, "num_experts_per_tok": 3, "num_dense_layers": 1, "routed_scaling_factor": 2.0,
+         "layer_types": ["conv", "full_attention"]},
+    ),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        {**LATENT, **QWEN, "num_expert_group": 4, "topk_group": 2, "num_experts_per_token": 3,
+         "pad_token_id": None},
+    ),
+    "mistral4": ("Mistral4", {**DEEPSEEK, **GROUPS, "num_experts_per_tok": 3}),
+    "mistral_large4_text": ("MistralLarge4Text", {**DEEPSEEK, **INDEXER, **NO_GROUPS}),
 }  # fmt: skip
 
 
@@ -101,15 +125,10 @@ def model(name: str) -> torch.nn.Module:
     made = getattr(transformers, named)(config).eval()
     assert isinstance(made, torch.nn.Module)
     generator = torch.Generator().manual_seed(3)
+    parts = (".experts.", "shared_", "router", ".gate.", "correction", "expert_bias")
     with torch.no_grad():
         for key, tensor in [*made.named_parameters(), *made.named_buffers()]:
-            if (
-                ".experts." in key
-                or "shared_expert" in key
-                or "router" in key
-                or ".gate." in key
-                or "correction" in key
-            ):
+            if any(part in key for part in parts):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) / 4)
     return made
 
@@ -122,22 +141,20 @@ def block_of(made: torch.nn.Module, number: int = LAYER) -> torch.nn.Module:
 
 
 def gate_of(block: torch.nn.Module) -> Any:
-    return getattr(block, "gate", None) or getattr(block, "router", None)
+    gate = getattr(block, "gate", None) or getattr(block, "router", None)
+    return getattr(gate, "wg", gate)
 
 
 def correction_of(block: torch.nn.Module) -> torch.Tensor | None:
-    for holder in (gate_of(block), block):  # MiniMax-M2's is the block's
-        result = getattr(holder, "e_score_correction_bias", None)
-        if result is not None:
-            assert isinstance(result, torch.Tensor)
-            return result
-    return None
+    endings = ("e_score_correction_bias", "expert_bias")
+    tensors = [t for name, t in block.state_dict().items() if name.endswith(endings)]
+    return tensors[0].flatten() if tensors else None
 
 
 def shared_of(block: torch.nn.Module, config: MoEConfig) -> torch.nn.Module | None:
     """Return the block's shared expert in weft's modules, with its weights."""
     tensors = block.state_dict()
-    names = [name for name in tensors if name.startswith("shared_expert")]
+    names = [name for name in tensors if name.startswith("shared_")]
     assert bool(names) == bool(config.shared)
     if not names:
         return None
@@ -146,7 +163,8 @@ def shared_of(block: torch.nn.Module, config: MoEConfig) -> torch.nn.Module | No
     if gate_up is None:
         gate_up = torch.cat((parts["gate_proj"], parts["up_proj"]))
     assert gate_up.shape == (2 * config.shared, config.hidden)
-    expert = Expert(gate_up, parts["down_proj"], gating=config.gating)
+    gating = SWIGLU if type(block).__name__ == "HYV4MoE" else config.gating
+    expert = Expert(gate_up, parts["down_proj"], gating=gating)
     own = tensors.get("shared_expert_gate.weight")
     return expert if own is None else GatedExpert(expert, own)
 
@@ -158,6 +176,7 @@ def shared_of(block: torch.nn.Module, config: MoEConfig) -> torch.nn.Module | No
         ("deepseek_v3", False),
         ("qwen3_moe", False),
         ("deepseek_v4", False),
+        ("lfm2_moe", False),
     ],
 )
 @torch.no_grad()

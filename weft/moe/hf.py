@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,30 +28,49 @@ DTYPES = {
     "float32": torch.float32,
 }
 LayerKwargs = dict[str, Any]
+Names = tuple[str, ...]  # of a field; the first that is present counts
+NUM_EXPERTS: Names = ("num_experts",)
+SEMANTIC_WHEN_FALSE = (  # fields of which False affects routing
+    "norm_topk_prob",
+    "moe_renormalize",
+    "moe_norm_gate_logits",
+    "moe_router_enable_routed_scaling",
+    "moe_router_enable_shared_expert",
+    "moe_router_use_sigmoid",
+    "route_norm",
+    "use_mixed_mlp_moe",
+)
 # Fields that affect routing or gating, with their neutral values. Each family reads the fields that
 # its layers use. A config that has another of these fields with any other value is rejected.
 SEMANTIC_FIELDS: Mapping[str, tuple[object, ...]] = {
     "scoring_func": (),
+    "score_function": (),
+    "moe_gate_act": (),
     "moe_router_activation_func": (),
     "topk_method": ("greedy",),
     "routed_scaling_factor": (1.0,),
-    "norm_topk_prob": (True,),
-    "moe_renormalize": (True,),
+    "router_scaling_factor": (1.0,),
     "n_group": (1,),
     "num_expert_group": (1,),
     "topk_group": (1,),
+    "moe_group_experts": (),
     "use_routing_bias": (),
+    "use_expert_bias": (),
+    "moe_use_aux_free": (),
     "moe_router_enable_expert_bias": (),
     "n_shared_experts": (),
     "num_shared_experts": (),
+    "num_shared_expert": (),
+    "moe_num_shared_experts": (),
     "shared_expert_intermediate_size": (),
     "shared_intermediate_size": (),
+    "moe_shared_expert_intermediate_size": (),
     "routed_expert_hidden_size": (),
     "zero_expert_num": (),
     "swiglu_limit": (),
     "swiglu_alpha": (),
+    **dict.fromkeys(SEMANTIC_WHEN_FALSE, (True,)),
 }
-SEMANTIC_WHEN_FALSE = ("norm_topk_prob", "moe_renormalize")
 
 
 class ConfigFields:
@@ -121,6 +141,13 @@ class ConfigFields:
                     name, value, "without it" if allowed is None else f"with {allowed!r}"
                 )
 
+    def merge_layers(self, *names: str) -> None:
+        """Replace a field that lists one value for each layer by that value, if all are equal."""
+        for name in names:
+            value = self._values.get(name)
+            if isinstance(value, list) and value and all(v == value[0] for v in value):
+                self._values = {**self._values, name: value[0]}
+
     def ignore(self, *names: str) -> None:
         """Mark fields as read that only the engine uses."""
         self._read.update(names)
@@ -152,6 +179,11 @@ def parse_config(config: object) -> LayerKwargs:
         values, where = inner, f"text_config of {where}"
     # MiniMax-M3's text_config has no model_type of its own.
     family = values.get("model_type", outer.get("model_type"))
+    if isinstance(family, str) and family in UNSUPPORTED:
+        raise InvalidArgument(
+            f"model_type in {where} is {family!r}, which weft does not support: "
+            f"{UNSUPPORTED[family]}"
+        )
     if not isinstance(family, str) or family not in FAMILIES:
         raise InvalidArgument(
             f"model_type in {where} is {format_value(family)}; weft supports the MoE layers of "
@@ -196,44 +228,133 @@ def _read_config(config: object) -> tuple[Mapping[str, Any], str]:
     return values, type(config).__name__
 
 
-def _parse_deepseek(fields: ConfigFields, score: Score, *, grouped: bool) -> LayerKwargs:
-    """Parse a config with shared experts and a score correction; `grouped`: with expert groups."""
-    fields.require(scoring_func=score, topk_method="noaux_tc")
+def _parse_deepseek(
+    fields: ConfigFields,
+    score: Score = "sigmoid",
+    *,
+    experts: Names = ("n_routed_experts", "num_local_experts"),
+    top_k: Names = ("num_experts_per_tok",),
+    shared: Names = ("n_shared_experts",),
+    groups: Names = ("n_group",),
+    scale: str | None = "routed_scaling_factor",
+    renormalise: Names = ("norm_topk_prob",),
+    correction: str | None = "use_routing_bias",
+) -> LayerKwargs:
+    """Parse a config of DeepSeek's kind, given the family's names of the fields.
+
+    Without names, a layer has no shared experts, no groups and no scale, and renormalises. It has
+    no correction if `correction` is None, and one if the config lacks that field.
+    """
+    fields.require(scoring_func=score)
+    if correction is not None:
+        fields.require(topk_method="noaux_tc")
     intermediate = fields.get_int("moe_intermediate_size")
     return {
         "intermediate": intermediate,
-        "shared": intermediate * fields.get_int("n_shared_experts", minimum=0),
+        "shared": intermediate * fields.get_int(*shared, minimum=0) if shared else 0,
         "routing": Routing(
-            num_experts=fields.get_int("n_routed_experts", "num_local_experts"),
-            top_k=fields.get_int("num_experts_per_tok"),
+            num_experts=fields.get_int(*experts),
+            top_k=fields.get_int(*top_k),
             score=score,
-            renormalise=fields.get_bool("norm_topk_prob"),
-            correction=_has_correction(fields),
-            groups=fields.get_int("n_group") if grouped else 1,
-            top_groups=fields.get_int("topk_group") if grouped else 1,
-            scale=fields.get_float("routed_scaling_factor"),
+            renormalise=fields.get_bool(*renormalise) if renormalise else True,
+            correction=correction is not None and _has_correction(fields, correction),
+            groups=fields.get_int(*groups) if groups else 1,
+            top_groups=fields.get_int("topk_group") if groups else 1,
+            scale=1.0 if scale is None else fields.get_float(scale),
         ),
     }
 
 
-def _has_correction(fields: ConfigFields) -> bool:
-    return not fields.has("use_routing_bias") or fields.get_bool("use_routing_bias")
-
-
-def _parse_deepseek_v3(fields: ConfigFields) -> LayerKwargs:
-    return _parse_deepseek(fields, "sigmoid", grouped=True)
+def _has_correction(fields: ConfigFields, name: str = "use_routing_bias") -> bool:
+    return not fields.has(name) or fields.get_bool(name)
 
 
 def _parse_deepseek_v4(fields: ConfigFields) -> LayerKwargs:
     """Parse a DeepSeek-V4 config; `compute_topk_weights` is for experts by token id."""
     fields.require(n_group=1, topk_group=1)
-    layer = _parse_deepseek(fields, "sqrtsoftplus", grouped=False)
+    layer = _parse_deepseek(fields, "sqrtsoftplus", groups=())
     return layer | {"gating": {"limit": fields.get_float("swiglu_limit")}}
 
 
 def _parse_glm5_next(fields: ConfigFields) -> LayerKwargs:
-    layer = _parse_deepseek(fields, "sigmoid", grouped=True)
+    """Parse a config of GLM-5.3-Flash or Hunyuan 4, whose shared expert has no limit."""
+    layer = _parse_deepseek(fields)
     return layer | {"gating": {"limit": fields.get_float("swiglu_limit")}}
+
+
+def _parse_mimo_v2(fields: ConfigFields) -> LayerKwargs:
+    scale = "routed_scaling_factor"
+    return _parse_deepseek(fields, shared=(), scale=scale if fields.has(scale) else None)
+
+
+def _parse_hy_v3(fields: ConfigFields) -> LayerKwargs:
+    fields.require(mlp_bias=None, expert_hidden_dim=fields.get_int("moe_intermediate_size"))
+    return _parse_deepseek(
+        fields,
+        experts=NUM_EXPERTS,
+        shared=("num_shared_experts",),
+        groups=(),
+        scale="router_scaling_factor",
+        renormalise=(),
+        correction="moe_router_enable_expert_bias",
+    )
+
+
+def _parse_ernie4_5_moe(fields: ConfigFields) -> LayerKwargs:
+    """Parse an ERNIE-4.5 config; moe_norm_min only affects sums of scores below 1e-12."""
+    fields.require(moe_gate_act="softmax", moe_norm_min=1e-12, use_bias=None)
+    return _parse_deepseek(
+        fields,
+        "softmax",
+        experts=("moe_num_experts",),
+        top_k=("moe_k",),
+        shared=("moe_num_shared_experts",),
+        groups=(),
+        scale=None,
+        renormalise=(),
+        correction="moe_use_aux_free",
+    )
+
+
+def _parse_bailing(fields: ConfigFields) -> LayerKwargs:
+    """Parse a config of Ling or Ring. Their code renormalises whatever norm_topk_prob is."""
+    shared = fields.get_int("moe_intermediate_size")
+    fields.require(
+        score_function="sigmoid", use_bias=None, moe_shared_expert_intermediate_size=shared
+    )
+    top_k = ("num_experts_per_tok", "num_experts_per_token")
+    fields.get_int(*top_k, minimum=2)  # one expert's weight is not renormalised
+    return _parse_deepseek(
+        fields,
+        experts=NUM_EXPERTS,
+        top_k=top_k,
+        shared=("num_shared_experts",),
+        groups=("n_group", "num_expert_group"),
+        renormalise=(),
+        correction="moe_router_enable_expert_bias",
+    )
+
+
+def _parse_bailing_moe(fields: ConfigFields) -> LayerKwargs:
+    """Parse a config of Ling 2.0. Ling 1.5 has no score_function and another router."""
+    fields.get_choice("score_function", "sigmoid")
+    return _parse_bailing(fields)
+
+
+def _parse_hunyuan(fields: ConfigFields) -> LayerKwargs:
+    """Parse a Hunyuan-A13B config, which may list values for each layer."""
+    fields.merge_layers("moe_topk", "moe_intermediate_size", "num_shared_expert")
+    intermediate = fields.get_int("intermediate_size")
+    fields.require(moe_intermediate_size=intermediate, num_shared_expert=1)
+    return {
+        "intermediate": intermediate,
+        "shared": intermediate,
+        "routing": Routing(
+            num_experts=fields.get_int("num_experts", "num_local_experts"),
+            # Engines do not renormalise the weight of one expert, and transformers does.
+            top_k=fields.get_int("moe_topk", minimum=2),
+        ),
+    }
 
 
 def _parse_qwen3_moe(fields: ConfigFields) -> LayerKwargs:
@@ -300,32 +421,27 @@ def _parse_kimi_linear(fields: ConfigFields) -> LayerKwargs:
     read the unprojected tokens, so the engine runs them.
     """
     activation = fields.get_choice("hidden_act", "silu", "situ")
-    fields.require(moe_router_activation_func="sigmoid", topk_method="noaux_tc")
-    intermediate = fields.get_int("moe_intermediate_size")
-    layer: LayerKwargs = {
-        "intermediate": intermediate,
-        "routing": Routing(
-            num_experts=fields.get_int("num_experts", "num_local_experts", "n_routed_experts"),
-            top_k=fields.get_int("num_experts_per_token", "num_experts_per_tok"),
-            score="sigmoid",
-            renormalise=fields.get_bool("moe_renormalize", "norm_topk_prob"),
-            correction=_has_correction(fields),
-            groups=fields.get_int("num_expert_group", "n_group"),
-            top_groups=fields.get_int("topk_group"),
-            scale=fields.get_float("routed_scaling_factor"),
-        ),
-    }
+    fields.require(moe_router_activation_func="sigmoid")
+    latent, names = "routed_expert_hidden_size", ("num_shared_experts", "n_shared_experts")
+    shared = () if fields.has(latent) else names
+    layer = _parse_deepseek(
+        fields,
+        experts=("num_experts", "num_local_experts", "n_routed_experts"),
+        top_k=("num_experts_per_token", "num_experts_per_tok"),
+        shared=shared,
+        groups=("num_expert_group", "n_group"),
+        renormalise=("moe_renormalize", "norm_topk_prob"),
+    )
     if activation == "situ":
         beta, linear_beta = "activation_situ_beta", "activation_situ_linear_beta"
         layer["gating"] = {
             "beta": fields.get_float(beta),
             "linear_beta": fields.get_float(linear_beta),
         }
-    shared = ("num_shared_experts", "n_shared_experts")
-    if fields.has("routed_expert_hidden_size"):
-        fields.ignore(*shared)
-        return layer | {"hidden": fields.get_int("routed_expert_hidden_size")}
-    return layer | {"shared": intermediate * fields.get_int(*shared, minimum=0)}
+    if not shared:
+        fields.ignore(*names)
+        layer["hidden"] = fields.get_int(latent)
+    return layer
 
 
 def _parse_minimax_m2(fields: ConfigFields) -> LayerKwargs:
@@ -377,23 +493,52 @@ def _parse_llama4(fields: ConfigFields) -> LayerKwargs:
 
 
 FAMILIES: Mapping[str, Callable[[ConfigFields], LayerKwargs]] = {
-    "deepseek_v3": _parse_deepseek_v3,
-    "deepseek_v32": _parse_deepseek_v3,
+    "bailing_hybrid": _parse_bailing,
+    "bailing_moe": _parse_bailing_moe,
+    "deepseek_v3": _parse_deepseek,
+    "deepseek_v32": _parse_deepseek,
     "deepseek_v4": _parse_deepseek_v4,
-    "glm4_moe": _parse_deepseek_v3,
+    "dots1": partial(_parse_deepseek, groups=()),
+    "ernie4_5_moe": _parse_ernie4_5_moe,
+    "glm4_moe": _parse_deepseek,
+    "glm4_moe_lite": _parse_deepseek,
     "glm5_next_text": _parse_glm5_next,
-    "glm_moe_dsa": _parse_deepseek_v3,
+    "glm_moe_dsa": _parse_deepseek,
     "gpt_oss": _parse_gpt_oss,
-    "kimi_k2": _parse_deepseek_v3,
+    "hunyuan_v1_moe": _parse_hunyuan,
+    "hy_v3": _parse_hy_v3,
+    "hy_v4": _parse_glm5_next,
+    "kimi_k2": _parse_deepseek,
     "kimi_linear": _parse_kimi_linear,
+    # transformers adds 1e-6 to the sum by which it divides, weft 1e-20.
+    "lfm2_moe": partial(
+        _parse_deepseek, experts=NUM_EXPERTS, shared=(), groups=(), correction="use_expert_bias"
+    ),
     "llama4_text": _parse_llama4,
+    "mimo_v2": _parse_mimo_v2,
+    "mimo_v2_flash": _parse_mimo_v2,
     "minimax_m2": _parse_minimax_m2,
     "minimax_m3_vl": _parse_minimax_m3,
     "minimax_m3_vl_text": _parse_minimax_m3,
+    "mistral4": partial(_parse_deepseek, score="softmax", correction=None),
+    "mistral_large4_text": partial(
+        _parse_deepseek, score="softmax", renormalise=(), correction=None
+    ),
     "mixtral": _parse_mixtral,
     "qwen3_5_moe_text": _parse_qwen3_5_moe,
     "qwen3_moe": _parse_qwen3_moe,
     "qwen3_next": _parse_qwen3_next,
+}
+# Families whose layers a MoEConfig cannot describe, and why.
+UNSUPPORTED: Mapping[str, str] = {
+    "longcat_flash": "its zero experts return the token itself. Write a MoEConfig of the other "
+    "experts by hand, route yourself, pass topk_ids with -1 for zero experts, and add the token "
+    "times the sum of their weights",
+    **dict.fromkeys(
+        ("step3p5", "step3p7"),
+        "experts of some layers clamp the result of SiLU, not its argument. Write a MoEConfig of "
+        "the other layers by hand",
+    ),
 }
 # Families whose hidden_act may differ from SiLU.
 NON_SILU_FAMILIES = ("kimi_linear", "minimax_m3_vl", "minimax_m3_vl_text")

@@ -30,9 +30,9 @@ PACKED = ("U8", "I8")  # MXFP4, two values per byte
 INT4 = "I32"  # eight values per word
 POWERS = ("U8", "F8_E8M0")  # power-of-two scales
 MX_BLOCK = 32
-# The name of an expert's tensor: layer, MoE block, rest.
+# The name of an expert's tensor: layer, MoE block if any, rest.
 _EXPERTS = re.compile(
-    r"(?:.*\.)?layers\.(\d{1,6})\.(mlp|feed_forward|ffn|block_sparse_moe)\.experts\.(.+)"
+    r"(?:.*\.)?layers\.(\d{1,6})\.((?:mlp|feed_forward|ffn|block_sparse_moe)\.)?experts\.(.+)"
 )
 
 # Layer stacks other than the main model's: a draft model's or an encoder's.
@@ -426,7 +426,12 @@ class LayerReader:
             return "separate"
         if biased or "gate_up_proj_blocks" in self._names:
             return "interleaved"
-        return "transposed" if ".feed_forward." in f".{self._stem}" else "fused"
+        inner, hidden = self._config.intermediate, self._config.hidden
+        names = sorted(self._names & {"down_proj", "gate_up_proj"})
+        shapes = [self._find_tensor(name)[1].get_shape()[1:] for name in names]
+        # Llama 4 transposes; LFM2, if transformers did not save the original format, does not.
+        fused = shapes == [[hidden, inner], [2 * inner, hidden]]
+        return "transposed" if ".feed_forward." in f".{self._stem}" and not fused else "fused"
 
     def _read(
         self,
