@@ -148,7 +148,9 @@ def test_a_tensor_map_is_encoded_for_each_new_address(monkeypatch: pytest.Monkey
         assert (result.out, result.out_scales) == (at[2], 0)
 
 
-def test_launches_that_may_overlap_get_counters_of_their_own(monkeypatch: pytest.MonkeyPatch):
+def test_launches_that_may_overlap_get_counters_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(kernels, "call_driver", lambda _, stream: stream)
@@ -159,3 +161,4 @@ def test_launches_that_may_overlap_get_counters_of_their_own(monkeypatch: pytest
     assert [slots.assign(7) for _ in range(4)] == [3, 4, 5, 0]  # 0: none is left
     capturing = False
     assert [slots.assign(stream) for stream in (8, 9)] == [2, 0]
+    assert caplog.text.count("all 5 counters of a kernel are assigned") == 1

@@ -106,6 +106,10 @@ def test_wrong_tensors_are_refused_before_anything_is_sent(group):
             with pytest.raises(InvalidArgument, match=text):
                 call()
         a2a.combine(y, ids, weights, got.handle)  # nothing of the above has reached a peer
+        got = a2a.dispatch(x, ids, weights)
+        weights.mul_(2)
+        with pytest.raises(InvalidArgument, match="modified between dispatch and combine"):
+            a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
     with pytest.raises(OutOfOrder, match="was closed"):
         a2a.dispatch(x, ids, weights)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import math
 import struct
 import threading
@@ -40,6 +41,7 @@ from weft.runtime.kernels import unpack_uint64s
 from weft.runtime.layout import static_asserts
 from weft.runtime.stream import current_stream, loading_context
 
+_log = logging.getLogger(__name__)
 NAME, SHARED = "weft_grouped_gemm", "weft_gemm_shared"
 THREADS = 384
 ROW_BOXES = 4  # TMA boxes of 8, 16, 32 and 64 rows
@@ -308,13 +310,14 @@ class TicketSlots:
     Launches in one stream follow each other and share a counter, which every launch leaves at 0.
     A captured launch keeps a counter of its own, because its graph may be replayed in any stream.
     When all counters are assigned, tiles are dealt to clusters in turn, which takes longer if
-    experts have different numbers of rows.
+    experts have different numbers of rows; this is logged once.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_stream: dict[int, int] = {}  # by cuStreamGetId, which is never reused
         self._last = 0
+        self._exhausted = False
 
     def assign(self, stream: int) -> int:
         """Return the slot for a launch in a CUstream, the current one, or 0 if none is left."""
@@ -330,6 +333,13 @@ class TicketSlots:
 
     def _take(self) -> int:
         if self._last + 1 == TICKET_SLOTS:
+            if not self._exhausted:
+                _log.warning(
+                    "grouped GEMM: all %d counters of a kernel are assigned, so new captures and "
+                    "streams deal tiles in turn; capture graphs anew less often",
+                    TICKET_SLOTS - 1,
+                )
+            self._exhausted = True
             return 0
         self._last += 1
         return self._last

@@ -92,10 +92,12 @@ def grouped_gemm(
 ) -> Out:
     """Compute `out[row] = epilogue(a[row] @ b[e].T + bias[e])` for the rows of each expert e.
 
-    The call allocates only `out` and may be captured in a graph. Two instances of that graph must
-    not run at the same time: a captured call has one counter, from which the kernel draws tiles. In
-    FP8, the tensor cores sum each 128 columns of k; these sums are scaled and added in fp32 in
-    ascending order of k.
+    The call allocates only `out` and may be captured in a graph. In FP8, the tensor cores sum each
+    128 columns of k; these sums are scaled and added in fp32 in ascending order of k.
+
+    Counts must not change while the kernel runs, and two instances of a captured graph must not run
+    at the same time: kernels for many rows draw their tiles from a counter, which a call of the
+    same stream or graph inherits. Later calls would leave rows out.
 
     Args:
         a: float8_e4m3fn, bfloat16 or float16, `[rows, k]` with offsets, or

@@ -386,6 +386,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         )
         self._exchange.dispatch(entry, call, buffer, results, x, topk_ids, topk_weights)
         buffer.sent_weights = topk_weights if self.config.sends_weights else None
+        buffer.sent_version = _tensor_version(buffer.sent_weights)
         self._number, buffer.handle, buffer.latest_handle = handle.number, handle, handle
         if entry != "dispatch":
             self._sent_handle = handle
@@ -529,7 +530,14 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
     def _check_weights(self, weights: torch.Tensor | None, buffer: ResultBuffer) -> None:
         """Raise InvalidArgument if a combine has other weights than the dispatch has sent."""
         sent = buffer.sent_weights
-        if not self.config.sends_weights or weights is sent:
+        if not self.config.sends_weights:
+            return
+        if sent is not None and _tensor_version(sent) != buffer.sent_version:
+            raise InvalidArgument(
+                "topk_weights were modified between dispatch and combine: with reduce='sender' or "
+                "several hosts, the dispatch has sent the old values; scale them before dispatch"
+            )
+        if weights is sent:
             return
         if weights is None or sent is None or weights.data_ptr() != sent.data_ptr():
             raise InvalidArgument(
@@ -624,3 +632,8 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
     def _drop_views(self) -> None:
         self.result_buffers.clear()
         self._tracks = self._tracks.new_empty(0)
+
+
+def _tensor_version(tensor: torch.Tensor | None) -> int:
+    """Return the number of in-place changes so far; 0 for inference tensors, which count none."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
