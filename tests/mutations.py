@@ -378,8 +378,11 @@ GEMM = {
         _gemm("tile_scheduler.cuh", "Tickets::send", r"cta < 2", "cta < 1", "deadlock",
               block_m=256),
     "the counter is not reset":
-        _gemm("tile_scheduler.cuh", "Tickets::send", r"\*counter = 0;", ";", "unreset",
+        _gemm("tile_scheduler.cuh", "Tickets::finish", r"\*counter = \{\};", ";", "unreset",
               block_m=256, sms=4),
+    "one cluster does not count itself":
+        _gemm("loader.cuh", "load_tiles", r"tickets\.finish\(rank\);",
+              "if (blockIdx.x != 0) tickets.finish(rank);", "unreset", block_m=256, sms=4),
     "tickets skip tiles":
         _gemm("tile_scheduler.cuh", "Tickets::send", r"clusters \+ value", "2 * clusters + value",
               f"unreset|{WRONG}", block_m=256, sms=4),

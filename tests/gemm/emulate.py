@@ -110,12 +110,12 @@ ENTRY = """\
 extern "C" __attribute__((visibility("default"))) void grouped_gemm_{i}(
     const weft::GemmArgs* a, unsigned ctas, unsigned seed, unsigned policy, unsigned* broken) {{
     constexpr weft::GemmShape S = {literal};
-    weft::u32 tickets[2] = {{}};
-    weft::u32* const counters = tickets;
+    weft::TicketCounter tickets[2] = {{}};
+    weft::TicketCounter* const counters = tickets;
     emulated::launch_pairs(ctas, {threads}, weft::gemm_shared_bytes<S>(), seed,
                            emulated::Policy(policy), broken, late,
                            [a, counters] {{ weft::grouped_gemm<S>(*a, counters); }});
-    broken[emulated::unreset] += tickets[1] != 0;
+    broken[emulated::unreset] += tickets[1].drawn != 0 || tickets[1].finished != 0;
 }}
 """
 

@@ -33,7 +33,8 @@ namespace weft {
 constexpr u32 loading_registers[] = {40, 32, 24};
 constexpr u32 math_registers[] = {232, 104, 72};
 
-template <GemmShape S> WEFT_FN void grouped_gemm(const GemmArgs& a, u32* ticket_counters) {
+template <GemmShape S>
+WEFT_FN void grouped_gemm(const GemmArgs& a, TicketCounter* ticket_counters) {
     extern __shared__ __align__(1024) u8 memory[];
     u8* const tiles = memory;
     GemmShared<S>& smem = *reinterpret_cast<GemmShared<S>*>(memory + S.stages * S.stage_bytes());

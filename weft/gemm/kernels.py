@@ -274,7 +274,7 @@ class GemmShape:
             shared=SHARED,
             threads=THREADS,
             ctas_per_sm=self.plan.ctas_per_sm(self.operand),
-            counters=f"__device__ weft::u32 tickets[{TICKET_SLOTS}];\n" if draws else "",
+            counters=f"__device__ weft::TicketCounter tickets[{TICKET_SLOTS}];\n" if draws else "",
             tickets="tickets" if draws else "nullptr",
         )
 

@@ -126,7 +126,7 @@ WEFT_FN u32 prefetch_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, 
 // the kernel, or null if it draws no tickets.
 template <GemmShape S>
 WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank,
-                        u32* counters) {
+                        TicketCounter* counters) {
     u32 prefetched = 0;
     if constexpr (S.prefetch_weights) {
         prefetched = prefetch_weights(a, smem, tiles, rank);
@@ -153,6 +153,7 @@ WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 r
             load_rows(a, smem, tiles, pipeline.stage, tile, rank, k);
         }
     }
+    if constexpr (S.draws_tickets()) tickets.finish(rank);
     // Wait for the other CTA's last arrivals, which need this CTA's mbarriers.
     for (u32 i = 0; i < S.stages; ++i, pipeline.advance())
         smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);

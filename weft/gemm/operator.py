@@ -96,8 +96,8 @@ def grouped_gemm(
     128 columns of k; these sums are scaled and added in fp32 in ascending order of k.
 
     Counts must not change while the kernel runs, and two instances of a captured graph must not run
-    at the same time: kernels for many rows draw their tiles from a counter, which a call of the
-    same stream or graph inherits. Later calls would leave rows out.
+    at the same time: kernels for many rows draw their tiles from a counter of the stream or of the
+    captured call, and would leave rows out.
 
     Args:
         a: float8_e4m3fn, bfloat16 or float16, `[rows, k]` with offsets, or

@@ -99,11 +99,6 @@ WEFT_FN void schedule_tiles(const GemmArgs& a, GemmShared<S>& smem, u32 lane) {
     count_m_blocks(smem, lane);
 }
 
-// The number of tiles of the grid.
-template <GemmShape S> WEFT_FN u32 count_tiles(const GemmShared<S>& smem) {
-    return smem.block_ends[S.experts - 1] * S.n_blocks();
-}
-
 // Enumerates this cluster's tiles. Experts are sorted by height, and tiles are dealt to clusters in
 // boustrophedon order (0..n-1, n-1..0, ...), so the cluster with the highest tile of one round gets
 // the lowest of the next. M-blocks that share weights are adjacent, for L2 reuse. All M-blocks of
@@ -130,7 +125,7 @@ template <GemmShape S> struct TileScheduler {
         else
             tile_idx = round * clusters + (round % 2 == 0 ? self : clusters - 1 - self);
         ++round;
-        if (tile_idx >= count_tiles(smem)) return false;
+        if (tile_idx >= smem.block_ends[S.experts - 1] * n_blocks) return false;
         while (tile_idx >= smem.block_ends[position] * n_blocks) ++position;
         const u32 before = position == 0 ? 0 : smem.block_ends[position - 1];
         const u32 m_blocks = smem.block_ends[position] - before;
@@ -152,21 +147,27 @@ template <GemmShape S> struct TileScheduler {
     }
 };
 
+// In global memory; 0 between launches.
+struct TicketCounter {
+    u32 drawn, finished;  // tickets; clusters that have drawn their last
+};
+
 // The tickets of a cluster, for the threads that load its tiles. Its first tile needs no ticket.
 // The thread of CTA 0 draws the next one from a counter in global memory while it loads a tile, and
 // sends it to both CTAs. Without a counter it deals the tiles in turn.
 //
-// Every cluster that has a first tile draws until a ticket is beyond the last tile. Whoever draws
-// the last of those resets the counter for the next launch, which draws after this one has ended.
+// A cluster draws until a ticket is beyond the last tile, and then counts itself. The last cluster
+// resets the counter for the next launch, which draws after this one has ended. All clusters count,
+// so the counter ends at 0 whatever it was and whatever numbers of rows the clusters have read.
 template <GemmShape S> struct Tickets {
-    u32* const counter;  // or null
-    u32 drawn = 0;       // number of tickets so far
-    u32 value = 0;       // what the counter was
+    TicketCounter* const counter;  // or null
+    u32 drawn = 0;                 // number of tickets so far
+    u32 value = 0;                 // what the counter was
 
     // Prepares this CTA for the next ticket, and draws it. `rank`: of the CTA in the cluster.
     WEFT_FN void draw(GemmShared<S>& smem, u32 rank) {
         smem.ticket_full[drawn % S.ticket_ring()].arrive_expect_tx(sizeof(u32));
-        if (rank == 0 && counter != nullptr) value = add_relaxed(counter, 1);
+        if (rank == 0 && counter != nullptr) value = add_relaxed(&counter->drawn, 1);
     }
     // Sends the ticket that was drawn. tile_idx: the tile that this cluster loads.
     WEFT_FN void send(GemmShared<S>& smem, u32 rank, u32 tile_idx) {
@@ -181,7 +182,11 @@ template <GemmShape S> struct Tickets {
 #pragma unroll
         for (u32 cta = 0; cta < 2; ++cta)
             store_remote(cta, &smem.tickets[slot], ticket, smem.ticket_full[slot]);
-        if (counter != nullptr && value + 1 == count_tiles(smem)) *counter = 0;
+    }
+    // Resets the counter in the last cluster; called after this cluster's last draw.
+    WEFT_FN void finish(u32 rank) const {
+        if (rank != 0 || counter == nullptr) return;
+        if (add_acq_rel(&counter->finished, 1) + 1 == gridDim.x / 2) *counter = {};
     }
 };
 

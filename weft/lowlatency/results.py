@@ -95,7 +95,7 @@ class ResultBuffer:
         self.handle: Handle | None = None
         self.latest_handle: Handle | None = None  # also if no longer alive
         self.sent_weights: torch.Tensor | None = None  # those that the dispatch has sent
-        self.sent_version = 0  # of sent_weights, see `tensor_version`
+        self.sent_version = 0  # number of in-place changes of sent_weights before
 
     def reset(self) -> None:
         """Discard the result, and clear the addresses to which GEMMs store rows."""
