@@ -21,12 +21,7 @@ ALL_TO_ALL: set[str] = {"group", "split_phase"}
 CASES: list[tuple[type, tuple[type, ...], set[str], set[str]]] = [
     (weft.AllToAll, (RunOptions, AllToAllSpec), ALL_TO_ALL, {"ranks"}),
     (weft.LowLatencyAllToAll, (RunOptions, LowLatencySpec), ALL_TO_ALL, {"ranks"}),
-    (
-        weft.MoE,
-        (LayerOptions,),
-        {"group", "config", "weights", "shared", "correction"},
-        set(),
-    ),
+    (weft.MoE, (LayerOptions,), {"group", "config", "weights", "shared", "correction"}, set()),
     (
         weft.AllReduce,
         (RunOptions,),

@@ -72,10 +72,7 @@ def test_no_race_with_ranks_as_threads(program, rounds, ranks, options):
 
 @pytest.mark.parametrize(
     ("program", "combine"),
-    [
-        (A2A, "pull"),
-        *(campaign(A2A, combine) for combine in ("push", "push_fp8", "gemm_push")),
-    ],
+    [(A2A, "pull"), *(campaign(A2A, combine) for combine in ("push", "push_fp8", "gemm_push"))],
 )
 def test_a_weakened_release_is_reported(program, combine):
     """x86 hides the missing order from the data, but the sanitizer sees it."""
@@ -118,11 +115,7 @@ def test_many_rounds_and_the_wrap(program, rounds, first_epoch):
 
 @pytest.mark.parametrize(
     ("program", "rounds", "options"),
-    [
-        campaign(A2A, 2000, ""),
-        campaign(LOW, 1000, "-DSPLIT_PHASE=1"),
-        campaign(REDUCE, 2000, ""),
-    ],
+    [campaign(A2A, 2000, ""), campaign(LOW, 1000, "-DSPLIT_PHASE=1"), campaign(REDUCE, 2000, "")],
 )
 def test_undefined_behaviour_and_bounds(program, rounds, options):
     result = run(program, rounds, "-fsanitize=address,undefined", "-g", *options.split())

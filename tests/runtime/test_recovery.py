@@ -53,10 +53,7 @@ DEATHS: list[Any] = [
     for j, phase in enumerate(("dispatch", "combine", "waits"))
 ]
 DEATHS += [(name, "send") for name in SUBJECTS if name.startswith("sends")]
-DEATHS += [
-    ("all-reduce", "sum"),
-    pytest.param("all-reduce", "sum's waits", marks=pytest.mark.slow),
-]
+DEATHS += [("all-reduce", "sum"), pytest.param("all-reduce", "sum's waits", marks=pytest.mark.slow)]
 
 
 def lose_one_by_one(
