@@ -48,6 +48,14 @@ def test_torch_groups_both_ways(group):
     assert call_outcome(other.barrier)[0] == "OutOfOrder"
 
 
+@pytest.mark.gpu
+@on_ranks(max(1, min(torch.cuda.device_count(), 4)), "cuda")  # a GPU each, as NCCL needs
+def test_the_torch_group_is_nccl(group):
+    total = torch.tensor([group.rank + 1.0], device=group.device)
+    dist.all_reduce(total, group=group.process_group())
+    assert float(total) == group.size * (group.size + 1) / 2
+
+
 @on_ranks(2, "cpu")
 def test_a_group_that_torch_joins_listens_on_the_loopback_alone(group):
     group.process_group()

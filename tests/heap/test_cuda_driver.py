@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver calls of a heap, with a fake driver that counts resources and fails on demand.
-
-What real GPUs do with the calls is tested in test_cuda.py.
-"""
+"""The driver calls of a heap, with a fake driver that counts resources and fails on demand."""
 
 import ctypes
 import gc
@@ -40,10 +37,15 @@ def install(monkeypatch):
     return put
 
 
-def make(group, fake):
-    """Create a heap, read it and close it; or return the error."""
+def use_gpu(group, fake):
+    """Let this thread be a rank with a GPU of its own."""
     fake.local.rank = group.rank
     group.device = torch.device("cuda", group.rank)
+
+
+def make(group, fake):
+    """Create a heap, read it and close it; or return the error."""
+    use_gpu(group, fake)
     try:
         heap = Heap.create(group, GRANULE + 1)
     except CreationFailed as error:
@@ -85,8 +87,7 @@ def test_every_rank_maps_and_releases_every_share(install, fabric):
 
 def replace_peer(group, fake):
     """Map the peer's share again, as if a new process had sent it."""
-    fake.local.rank = group.rank
-    group.device = torch.device("cuda", group.rank)
+    use_gpu(group, fake)
     with Heap.create(group, GRANULE) as heap:
         group.barrier()
         before, where = fake.left(), heap.address(1 - group.rank)
@@ -125,21 +126,13 @@ def test_a_failure_of_any_call_frees_everything_everywhere(install):
         assert f"{names[number - 1]}(" in text
         assert "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory; free some GPU memory" in text
         assert outcomes[0][0] == "NoneType"
-
-
-def test_a_full_gpu_raises_with_both_numbers(install):
-    whole = install()
-    run(whole)
-    number = names_of(whole, 1).index("cuMemCreate") + 1
-    for _, text in run(install(fail=(1, number))):
-        assert f"cannot allocate {2 * GRANULE} contiguous bytes" in text
-        assert f"cuda:1 ({3 << 30} free of {8 << 30})" in text
-        assert "memory_bytes" in text
+        if names[number - 1] == "cuMemCreate":
+            assert f"cannot allocate {2 * GRANULE} contiguous bytes" in text
+            assert f"cuda:1 ({3 << 30} free of {8 << 30})" in text
 
 
 def close_with_failure(group, fake):
-    fake.local.rank = group.rank
-    group.device = torch.device("cuda", group.rank)
+    use_gpu(group, fake)
     heap = Heap.create(group, 64)
     fake.fail = (0, "cuMemFree")  # the wait before anything is given back
     with pytest.raises(DriverError, match=r"cuMemFree\(\d+\) failed: CUDA_ERROR_OUT"):
@@ -153,8 +146,7 @@ def test_a_failing_close_raises_and_still_frees(install):
 
 def drop_in_capture(group, fake, how):
     """Drop a heap in a capturing thread; return the driver's calls and the thread's mode."""
-    fake.local.rank = group.rank
-    group.device = torch.device("cuda", group.rank)
+    use_gpu(group, fake)
     heap = Heap.create(group, 64)
     views, done = [heap.tensor((8,), torch.uint8, rank=0) if how == "view" else None], []
     close, ring = heap.close if how == "close" else None, list[object]()
@@ -217,8 +209,6 @@ def test_unsupported_gpus_are_reported_on_every_rank(install, attribute, text):
 def test_gpus_that_cannot_reach_each_other_are_both_named(install):
     results = run(install(peers=False))
     assert [name for name, _ in results] == [PeerAccessDenied.__name__] * 2
-    for text in ("nvidia-smi topo -p2p r", "CUDA_VISIBLE_DEVICES"):
-        assert all(text in message for _, message in results)
     assert f"cuda:0 (Test GPU) {'00' * 16}" in results[0][1]
     assert f"rank 1 on cuda:1 (Test GPU) {'01' * 16}" in results[0][1]
 
@@ -256,25 +246,24 @@ def test_memory_of_several_machines_does_not_go_as_descriptors(install):
 
 def look(group, fake):
     """Return which of ranks 0 and 1 reach each rank over NVLink."""
-    fake.local.rank = group.rank
-    device = torch.device("cuda", group.rank)
-    return cuda.find_reachable_ranks(device, group.all_gather, [0, 1])
+    use_gpu(group, fake)
+    return cuda.find_reachable_ranks(group.device, group.all_gather, [0, 1])
 
 
-NO_CHANNEL = ("cuMemExportToShareableHandle", [[0], []])  # there is nothing of rank 1 to map
-TOO_FAR = ("cuMemMap", [[0, 1], []])
-NO_ACCESS = ("cuMemSetAccess", [[0, 1], []])
-NOT_GIVEN_BACK = ("cuMemFreeHost", [[0, 1]] * 2)  # the other rank would wait for this one
+REACH = [
+    (None, True, [[0, 1]] * 2),
+    (None, False, [[]] * 2),
+    ("cuMemExportToShareableHandle", True, [[0], []]),  # there is nothing of rank 1 to map
+    ("cuMemMap", True, [[0, 1], []]),
+    ("cuMemSetAccess", True, [[0, 1], []]),
+    ("cuMemFreeHost", True, [[0, 1]] * 2),  # the other rank would wait for this one
+]
 
 
-@pytest.mark.parametrize(("refused", "seen"), [NO_CHANNEL, TOO_FAR, NO_ACCESS, NOT_GIVEN_BACK])
-def test_machines_reach_each_other_where_both_map_the_others_memory(install, refused, seen):
-    assert run(install(fabric=True, fail=(1, refused)), look) == [seen] * 2
-
-
-@pytest.mark.parametrize(("fabric", "reached"), [(True, [0, 1]), (False, [])])
-def test_machines_with_fabric_handles_reach_each_other(install, fabric, reached):
-    assert run(install(fabric=fabric), look) == [[reached] * 2] * 2
+@pytest.mark.parametrize(("refused", "fabric", "seen"), REACH)
+def test_machines_reach_each_other_where_both_map_the_others_memory(install, refused, fabric, seen):
+    fail = {"fail": (1, refused)} if refused else {}
+    assert run(install(fabric=fabric, **fail), look) == [seen] * 2
 
 
 def test_fabric_support_is_reported(install):
@@ -282,18 +271,3 @@ def test_fabric_support_is_reported(install):
         fake = install(fabric=fabric)
         assert cuda.supports_fabric(torch.device("cuda:0")) is fabric
         assert (fake.left(), fake.unsafe) == ({}, [])
-
-
-def test_a_missing_driver_or_package_is_named(monkeypatch):
-    class Absent:
-        def cuInit(self, flags):
-            raise RuntimeError("libcuda.so cannot be found")
-
-    monkeypatch.setattr(driver, "load_driver", lambda: Absent())
-    with pytest.raises(DriverError, match="cuInit: the NVIDIA driver was not found: libcuda"):
-        driver.call_driver("cuInit", 0)
-    monkeypatch.undo()
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
-    driver.load_driver.cache_clear()
-    with pytest.raises(DriverError, match=r"\[gpu\]'"):
-        driver.load_driver()

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fake`: a driver that records its calls."""
+"""`fake`: a driver that records its calls. `cache`: an empty cache."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from tests.fake_driver import Driver
 from weft.cuda import driver as memory_driver
 from weft.jit import launch, module
+from weft.jit.cache import Cache
 
 
 @pytest.fixture
@@ -16,3 +19,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     for user in (module, launch, memory_driver):
         monkeypatch.setattr(user, "load_driver", lambda: driver)
     return driver
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache", lock_timeout=600.0)

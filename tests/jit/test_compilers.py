@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import importlib
 import json
@@ -12,9 +11,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -93,11 +94,6 @@ BOTH = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "cache")
-
-
-@pytest.fixture
 def fresh_memory() -> Iterator[None]:
     """Clear the per-process caches of compiler lookups around a test."""
     asked = (host.compiler_identity, nvrtc._load_bindings, nvrtc.nvrtc_version)
@@ -141,11 +137,8 @@ def test_second_compile_comes_from_the_cache(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, compiler: Compiler
 ) -> None:
     first = compiler.compile(cache)
-
-    def refuse(*_: object, **__: object) -> bytes:
-        raise AssertionError("compiled again")
-
-    monkeypatch.setattr(compiler.module, compiler.build, refuse)
+    build = Mock(side_effect=AssertionError("compiled again"))
+    monkeypatch.setattr(compiler.module, compiler.build, build)
     again = compiler.compile(cache)
     assert again == first or again.add(1, 1) == 3
     for change in compiler.options:
@@ -185,64 +178,42 @@ def test_options_of_kernels(cache: Cache, tmp_path: Path) -> None:
             fill(cache, arch=arch)
 
 
-class Binding:
-    """The part of cuda.bindings.nvrtc that reports a version."""
-
-    def __init__(self, answer: tuple[int, int, int] | Exception) -> None:
-        self.answer = answer
-
-    def nvrtcVersion(self) -> tuple[int, int, int]:  # noqa: N802
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (None, r"\[gpu\]'"),
-        (builtins.RuntimeError("libnvrtc.so.13 not found"), r"\[gpu\]'"),
+        (ModuleNotFoundError("No module named 'cuda'"), r"\[gpu\]'"),
+        (RuntimeError("libnvrtc.so.13 not found"), r"\[gpu\]'"),
         ((0, 12, 6), r"NVRTC 12\.6 is too old.*12\.8 or newer"),
     ],
 )
 def test_absent_or_old_nvrtc_is_explained(
     cache: Cache, answer: Any, text: str, monkeypatch: pytest.MonkeyPatch, fresh_memory: None
 ) -> None:
-    def imported(name: str) -> Binding:
-        if answer is None:
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return Binding(answer)
-
-    monkeypatch.setattr(importlib, "import_module", imported)
+    ask = Mock(side_effect=[answer])
+    binding = Mock(side_effect=answer) if isinstance(answer, ImportError) else Mock()
+    binding.return_value.nvrtcVersion = ask
+    monkeypatch.setattr(importlib, "import_module", binding)
     refuses(CompileError, text, lambda: fill(cache))
 
 
 @needs_compiler
+@pytest.mark.parametrize("cpu", ["some cpu", None])
 def test_native_code_only_where_the_cpu_is_known(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, cpu: str | None
 ) -> None:
-    seen: list[tuple[str, ...]] = []
-
-    def record(entry: str, *, flags: tuple[str, ...], **_: object) -> bytes:
-        seen.append(flags)
-        return b""
-
-    monkeypatch.setattr(host, "_build", record)
-    for cpu in ("some cpu", None):
-        monkeypatch.setattr(host, "cpu_identity", lambda cpu=cpu: cpu)
-        host.compile_code("int x;", name="nothing", options=(), cache=cache)
-    assert ["-march=native" in flags for flags in seen] == [True, False]
+    build = Mock(return_value=b"")
+    monkeypatch.setattr(host, "_build", build)
+    monkeypatch.setattr(host, "cpu_identity", lambda: cpu)
+    host.compile_code("int x;", name="nothing", options=(), cache=cache)
+    assert ("-march=native" in build.call_args.kwargs["flags"]) == (cpu is not None)
 
 
 @needs_compiler
 def test_build_and_load_failures_are_explained(
     cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: str) -> ctypes.CDLL:
-        raise OSError("failed to map segment from shared object")
-
     with monkeypatch.context() as patch:
-        patch.setattr(ctypes, "CDLL", refuse)
+        patch.setattr(ctypes, "CDLL", Mock(side_effect=OSError("failed to map segment")))
         words = "cannot be loaded from memory.*memfd"
         refuses(CompileError, words, lambda: add(cache, options=["-DVALUE=0"]))
     shared = tmp_path / "shared"
@@ -251,6 +222,9 @@ def test_build_and_load_failures_are_explained(
     monkeypatch.setattr(tempfile, "tempdir", str(shared))
     words = "shared has mode 0777.*set TMPDIR"
     refuses(SetupError, words, lambda: add(cache, options=["-DVALUE=7"]))
+    words = "did not end within 0.1 s"
+    run = partial(host._run_command, ("sleep", "60"), timeout=0.1, cwd=None)
+    refuses(CompileError, words, run)
 
 
 @needs_compiler
@@ -285,9 +259,3 @@ def test_a_compiler_is_found_or_its_absence_explained(
     refuses(CompileError, words, lambda: add(cache))
     monkeypatch.setenv("CXX", program("broken++", "echo no license >&2\nexit 3\n"))
     refuses(CompileError, "status 3: no license", lambda: add(cache))
-
-
-def test_compiler_that_hangs_is_stopped() -> None:
-    run = host._run_command
-    words = "did not end within 0.1 s"
-    refuses(CompileError, words, lambda: run(("sleep", "60"), timeout=0.1, cwd=None))

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading and launching, with a recording driver, and on a GPU with the real one."""
+"""Loading, launching and unloading, with a recording driver and on a GPU with the real one."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from tests.fake_driver import Args, Driver
 from weft.cuda.driver import load_driver
@@ -72,21 +73,20 @@ def test_how_many_clusters_fit(fake: Driver) -> None:
 def test_refused_launch_names_kernel_grid_and_block(fake: Driver) -> None:
     status = fake.real.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
     fake.fails["cuLaunchKernelEx"] = status
-    with pytest.raises(DriverError) as caught:
+    text = r"'fill'.*\(999, 1, 1\).*block 1024.*0x77.*RESOURCES \(701\)"
+    with pytest.raises(DriverError, match=text):
         Launcher(kernel(), Args)(Args(), (999, 1, 1), 1024, 0x77)
-    text = str(caught.value)
-    for part in ("'fill'", "(999, 1, 1)", "block 1024", "0x77", "RESOURCES (701)", "fewer threads"):
-        assert part in text
 
 
 def test_wrong_argument_type_and_shape_are_refused(fake: Driver) -> None:
     launcher = Launcher(kernel(), Args)
-    with pytest.raises(InvalidArgument, match="needs a Args, not a Other"):
-        launcher(Other(), (1, 1, 1), 32, 0)
-    with pytest.raises(InvalidArgument, match=r"grid of 'fill' is \(0, 1, 1\)"):
-        launcher(Args(), (0, 1, 1), 32, 0)
-    with pytest.raises(InvalidArgument, match="block of 'fill' is 1025"):
-        launcher(Args(), (1, 1, 1), 1025, 0)
+    for args, grid, block, text in (
+        (Other(), 1, 32, "needs a Args, not a Other"),
+        (Args(), 0, 32, r"grid of 'fill' is \(0, 1, 1\)"),
+        (Args(), 1, 1025, "block of 'fill' is 1025"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            launcher(args, (grid, 1, 1), block, 0)
     assert fake.launches == []
     with pytest.raises(InvalidArgument, match="has 24 bytes, Args has 16"):
         Launcher(kernel(argument_bytes=24), Args)
@@ -131,16 +131,79 @@ def test_code_that_cannot_be_loaded_is_explained(
         with pytest.raises(DriverError, match=words):
             CudaModule(b"cubin", name="code")
 
-    def absent() -> None:
-        raise RuntimeError("libcuda.so.1 not found")
-
     fake.fails["cuModuleLoadData"] = fake.real.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU
     refuses(r"loading 'code'.*\(209\).*current_arch")
     assert len(fake.named("cuMemAlloc")) == len(fake.named("cuMemFree")) == 1
     fake.current = 0
     refuses(r"no current CUDA context.*torch\.zeros")
+    absent = Mock(side_effect=RuntimeError("libcuda.so.1 not found"))
     monkeypatch.setattr(fake, "cuCtxGetCurrent", absent, raising=False)
     refuses(r"NVIDIA driver was not found.*use CPU ranks")
+    monkeypatch.undo()
+    monkeypatch.setattr(importlib, "import_module", Mock(side_effect=ModuleNotFoundError("cuda")))
+    load_driver.cache_clear()
+    try:
+        refuses(r"\[gpu\]'")
+    finally:
+        load_driver.cache_clear()
+
+
+def test_unloading_code_does_not_break_captures(fake: Driver) -> None:
+    """Loading, reading and unloading leave captures and the thread's mode unchanged."""
+    code = CudaModule(b"cubin", name="code")
+    code.function("fill")
+    assert code.global_bytes("table") == bytes([3] * 8)
+    made = len(fake.calls)
+    code.unload(after=0x77)
+    names = [name for name, *_ in fake.calls[made:] if name != "cuInit"]
+    mode = "cuThreadExchangeStreamCaptureMode"
+    assert names == [
+        mode, "cuCtxPushCurrent", "cuStreamIsCapturing", "cuStreamSynchronize", "cuMemFree",
+        "cuModuleUnload", "cuCtxPopCurrent", mode,
+    ]  # fmt: skip
+    assert fake.unsafe == []
+    assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
+    streams = [name for name, *_ in fake.calls if name.startswith("cuStream")]
+    assert streams.count("cuStreamCreate") == streams.count("cuStreamDestroy") == 1
+
+
+def test_a_stream_that_is_captured_is_not_waited_for(fake: Driver) -> None:
+    """Nor is the default stream while a stream that blocks with it is captured."""
+    status = fake.real.CUstreamCaptureStatus
+    for capturing in (
+        status.CU_STREAM_CAPTURE_STATUS_ACTIVE,
+        status.CU_STREAM_CAPTURE_STATUS_INVALIDATED,
+    ):
+        fake.capturing = capturing
+        CudaModule(b"cubin", name="code").unload(after=0x77)
+    fake.fails["cuStreamIsCapturing"] = fake.real.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+    CudaModule(b"cubin", name="code").unload(after=0)
+    assert fake.named("cuStreamSynchronize") == []
+    assert len(fake.named("cuModuleUnload")) == 3
+
+
+def test_a_failing_unload_tries_every_step(fake: Driver) -> None:
+    lost = fake.real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    fake.fails = dict.fromkeys(("cuStreamSynchronize", "cuMemFree", "cuModuleUnload"), lost)
+    code = CudaModule(b"cubin", name="code")
+    with pytest.raises(DriverError, match=r"unloading 'code'.*an earlier kernel failed"):
+        code.unload(after=0x77)
+    assert [len(fake.named(name)) for name in (*fake.fails, "cuCtxPopCurrent")] == [1] * 4
+    assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
+
+
+def test_dropped_code_is_unloaded_after_its_last_kernel(fake: Driver) -> None:
+    """A function keeps its module loaded; permanent code is never unloaded and has no fence."""
+    kernel = CudaModule(b"cubin", name="code").function("fill")
+    gc.collect()
+    assert fake.named("cuModuleUnload") == []
+    del kernel
+    assert len(fake.named("cuModuleUnload")) == len(fake.named("cuMemFree")) == 1
+    CudaModule(b"cubin", name="code", permanent=True)
+    assert len(fake.named("cuMemAlloc")) == 1
+    CudaModule(b"cubin", name="code").unload()
+    assert len(fake.named("cuModuleUnload")) == 2
+    assert fake.unsafe == []
 
 
 def test_architecture_of_the_current_gpu(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,19 +213,6 @@ def test_architecture_of_the_current_gpu(fake: Driver, monkeypatch: pytest.Monke
             module, "_get_device_attribute", lambda name, n=numbers: n[name.rsplit("_", 1)[1]]
         )
         assert module.current_arch() == arch
-
-
-def test_absent_binding_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> object:
-        raise ModuleNotFoundError(f"No module named {name!r}")
-
-    monkeypatch.setattr(importlib, "import_module", absent)
-    load_driver.cache_clear()
-    try:
-        with pytest.raises(DriverError, match=r"\[gpu\]'"):
-            module.current_arch()
-    finally:
-        load_driver.cache_clear()
 
 
 KERNEL = """\
@@ -178,31 +228,20 @@ extern "C" __global__ void fill(const __grid_constant__ Args a) {
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
+def test_on_a_gpu(tmp_path: Path) -> None:
     x = torch.zeros(1000, dtype=torch.int32, device="cuda")
-    cubin = compile_cubin(
-        KERNEL, name="fill", arch=module.current_arch(), cache=Cache(tmp_path / "cache")
-    )
+    cache = Cache(tmp_path / "cache")
+    cubin = compile_cubin(KERNEL, name="fill", arch=module.current_arch(), cache=cache)
     code = CudaModule(cubin, name="fill")
     assert code.occupancy("fill", 256, shared=65536) >= 1
     function = code.function("fill", shared=65536)
     assert function.argument_bytes == ctypes.sizeof(Args)
     stream = torch.cuda.current_stream().cuda_stream
     for value, options in enumerate(({}, {"use_pdl": True}), start=1):
-        Launcher(function, Args, **options)(
-            Args(x=x.data_ptr(), n=1000, value=value), (4, 1, 1), 256, stream
-        )
+        args = Args(x=x.data_ptr(), n=1000, value=value)
+        Launcher(function, Args, **options)(args, (4, 1, 1), 256, stream)
         torch.cuda.synchronize()
         assert x.tolist() == [value] * 1000
-    launcher, args = Launcher(function, Args), Args(x=x.data_ptr(), n=1000, value=9)
-    start = time.perf_counter()
-    for _ in range(500):
-        launcher(args, (4, 1, 1), 256, stream)
-    record_property("launch_us", (time.perf_counter() - start) / 500 * 1e6)
-    torch.cuda.synchronize()
     with pytest.raises(DriverError, match="'absent'"):
         code.function("absent")
     with pytest.raises(DriverError, match="300000 bytes"):
