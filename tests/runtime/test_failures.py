@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
 
 import pytest
 
 import weft
+from tests.baseline import raises_soon
 from tests.faults import (
     BEFORE_FLAG,
     BEFORE_READ,
@@ -123,11 +126,8 @@ def test_another_geometry_is_detected_in_band(group: weft.Group, name: str) -> N
         if group.rank == 2:
             plan_fault(op.made, BEFORE_FLAG, LIE, peer=0)
         text = "^rank 0, dispatch: rank 2 made a different call from this rank, which called with"
-        with (
-            contextlib.suppress(GroupError)
-            if group.rank
-            else pytest.raises(GeometryMismatch, match=text)
-        ):
+        one = pytest.raises(GeometryMismatch, match=text)
+        with contextlib.suppress(GroupError) if group.rank else one:
             op.round()
 
 
@@ -158,3 +158,18 @@ def test_abort_ends_the_waits_of_all_ranks_at_once(group: weft.Group, name: str)
             who = "because rank 0" if group.rank else "this rank"
             assert who in str(caught.value)
             group.barrier()
+
+
+@pytest.mark.parametrize("name", ["pull", "receiver", "oneshot"])
+@on_ranks(2, "cpu")
+def test_ctrl_c_ends_a_wait_at_once(group: weft.Group, name: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs begin without it
+    with KINDS[name].open(group) as operator:
+        group.barrier()
+        if group.rank == 0:  # it waits for rank 1, which makes no call
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with raises_soon(KeyboardInterrupt, "", 30.0):
+                operator.round()
+            with pytest.raises(Aborted, match=r"called abort\(\) or was interrupted"):
+                operator.round()
+        group.barrier()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,57 +10,23 @@ import torch
 
 import weft
 from tests.ranks import on_ranks
+from tests.runtime.calls import HIDDEN, SIZES, call, open_kind
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument
-from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
 
-HIDDEN = 64
-SIZES: dict[str, Any] = {"max_tokens": 4, "top_k": 2, "num_experts": 4, "hidden": HIDDEN}
-CONFIG = MoEConfig(hidden=HIDDEN, intermediate=32, routing=Routing(4, 2))
+X = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
 BAD, GOOD = torch.tensor([[0, 9], [1, 3]]), torch.tensor([[0, 2], [1, 3]])
-Round = Callable[[Any, torch.Tensor], torch.Tensor]
+KINDS = pytest.mark.parametrize(
+    ("kind", "lease"),
+    [("AllToAll", False), ("LowLatencyAllToAll", False), ("MoE", False), ("MoE", True)],
+)
 
 
-def exchange_round(op: weft.AllToAll, ids: torch.Tensor) -> torch.Tensor:
-    x = torch.ones(2, HIDDEN).bfloat16()
-    received = op.dispatch(x, ids)
-    op.output().copy_(weft.reference.identity_experts(received, x.dtype))
-    return op.combine()
-
-
-def expert_round(op: weft.LowLatencyAllToAll, ids: torch.Tensor) -> torch.Tensor:
-    weights = torch.ones(2, 2)
-    received = op.dispatch(torch.ones(2, HIDDEN).bfloat16(), ids, weights)
-    return op.combine(received.x.bfloat16(), ids, weights, received.handle)
-
-
-def layer_round(layer: weft.MoE, ids: torch.Tensor) -> torch.Tensor:
-    return layer(torch.ones(2, HIDDEN).bfloat16(), topk_ids=ids, topk_weights=torch.ones(2, 2))
-
-
-def make(group: weft.Group, kind: str) -> tuple[Any, Round]:
-    if kind == "AllToAll":
-        return weft.AllToAll(group, **SIZES), exchange_round
-    if kind == "LowLatencyAllToAll":
-        return weft.LowLatencyAllToAll(group, **SIZES, quantize=None), expert_round
-
-    def weights(local: tuple[int, ...]) -> ExpertWeights:
-        return ExpertWeights.stack(CONFIG, [Expert.seeded(CONFIG, e) for e in local])
-
-    if kind == "lease":
-        lease = weft.lease(group, weft.MoE, CONFIG, weights, max_tokens=4)
-        return lease, lambda lease, ids: layer_round(lease.operator, ids)
-    return weft.MoE(group, CONFIG, weights, max_tokens=4), layer_round
-
-
-KINDS = ["AllToAll", "LowLatencyAllToAll", "MoE", "lease"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@KINDS
 @on_ranks(2, "threads")
-def test_close_raises_pending_refusals(group: weft.Group, kind: str) -> None:
+def test_close_raises_pending_refusals(group: weft.Group, kind: str, lease: bool) -> None:
     for how in ("close", "exit", "checked", "error"):
-        op, play = make(group, kind)
-        play(op, BAD)
+        op = open_kind(group, kind, lease=lease)
+        call(op, X, BAD)
         if how == "close":
             with pytest.raises(BadExpertId):
                 op.close()
@@ -75,8 +40,8 @@ def test_close_raises_pending_refusals(group: weft.Group, kind: str) -> None:
             with pytest.raises(KeyError), op:
                 raise KeyError("the caller's own")
         op.close()
-    op, play = make(group, kind)
-    assert torch.isfinite(play(op, GOOD)).all()
+    op = open_kind(group, kind, lease=lease)
+    assert torch.isfinite(call(op, X, GOOD)).all()
     op.close()
 
 
@@ -86,16 +51,16 @@ def debug(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("debug")
-@pytest.mark.parametrize("kind", KINDS)
+@KINDS
 @on_ranks(2, "threads")
-def test_debug_mode_checks_every_call(group: weft.Group, kind: str) -> None:
-    op, play = make(group, kind)
+def test_debug_mode_checks_every_call(group: weft.Group, kind: str, lease: bool) -> None:
+    op = open_kind(group, kind, lease=lease)
     with pytest.raises(BadExpertId):
-        play(op, BAD)
+        call(op, X, BAD)
     group.barrier()
-    assert torch.isfinite(play(op, GOOD)).all()
+    assert torch.isfinite(call(op, X, GOOD)).all()
     if kind == "AllToAll":
-        received = op.dispatch(torch.ones(2, HIDDEN).bfloat16(), GOOD)
+        received = op.dispatch(X, GOOD)
         assert op.output().isnan().all()
         kept = received.x
         op.output().copy_(weft.reference.identity_experts(received, torch.bfloat16))
@@ -107,13 +72,13 @@ def test_debug_mode_checks_every_call(group: weft.Group, kind: str) -> None:
 @pytest.mark.usefixtures("debug")
 @on_ranks(2, "threads")
 def test_debug_mode_compares_residuals(group: weft.Group) -> None:
-    with weft.AllReduce(group, max_tokens=4, hidden=HIDDEN) as op:
-        x, residual = torch.ones(2, HIDDEN).bfloat16(), torch.zeros(2, HIDDEN).bfloat16()
-        op.fused(x, residual=residual)
+    with open_kind(group, "AllReduce") as op:
+        residual = torch.zeros_like(X)
+        op.fused(X, residual=residual)
         residual[1, 3] = group.rank
         text = f"residual of rank {1 - group.rank} .digest "
         with pytest.raises(GeometryMismatch, match=text):
-            op.fused(x, residual=residual)
+            op.fused(X, residual=residual)
 
 
 @on_ranks(1, "threads")
