@@ -9,11 +9,10 @@ import signal
 import threading
 import time
 from functools import partial
-from typing import Any
 
 import pytest
 
-from tests.baseline import NESTED, call_outcome, die, open_files, raises_soon
+from tests.baseline import NESTED, call_outcome, die, raises_soon
 from tests.ranks import on_ranks
 from weft.errors import (
     CreationFailed,
@@ -23,8 +22,6 @@ from weft.errors import (
     RendezvousFailed,
     WeftError,
 )
-from weft.group.group import Group
-from weft.launcher.launch import launch
 
 
 @on_ranks(3, "threads", "cpu")
@@ -40,78 +37,60 @@ def test_all_gather_gives_every_rank_the_same(group):
 def test_values_of_up_to_a_mebibyte_of_json_travel(group):
     most = (1 << 20) - 2
     assert [len(each) for each in group.all_gather("x" * most)] == [most] * 2
-    with pytest.raises(
-        InvalidArgument, match="1048578 bytes of JSON, which exceed the limit of 1048576"
+    for value, text in (
+        ("x" * (1 << 20), "1048578 bytes of JSON, which exceed the limit of 1048576"),
+        (float("nan"), "is not JSON"),
+        (NESTED, "is not JSON"),
     ):
-        group.all_gather("x" * (1 << 20))
-    for value in ({1, 2}, float("nan"), object(), b"bytes", NESTED):
-        with pytest.raises(InvalidArgument, match="is not JSON"):
+        with pytest.raises(InvalidArgument, match=text):
             group.all_gather(value)
     group.barrier()
 
 
-@pytest.mark.parametrize(
-    ("failing", "text"),
-    [
-        ([], ""),
-        ([1], "a test failed on rank 1 of 3: ValueError: no 1"),
-        ([0, 2], "a test failed on rank 0 of 3 (and on rank 2): ValueError: no 0"),
-    ],
-)
+ERRORS = [
+    ([None] * 3, None, ""),
+    (
+        [None, ValueError("no 1"), None],
+        CreationFailed,
+        "it failed on rank 1 of 3: ValueError: no 1",
+    ),
+    ([InvalidArgument("x is 7"), InvalidArgument("x is 8")] * 2, InvalidArgument, "x is 7"),
+    ([OutOfOrder("now")] * 3, OutOfOrder, "now"),
+    (
+        [InvalidArgument("x is 7"), None, OutOfOrder("now")],
+        CreationFailed,
+        "it failed on rank 0 of 3 (and on rank 2): InvalidArgument: x is 7",
+    ),
+    (
+        [ValueError("x")] * 3,  # not weft's: nothing documents it
+        CreationFailed,
+        "it failed on rank 0 of 3 (and on rank 1, 2): ValueError: x",
+    ),
+]
+
+
+@pytest.mark.parametrize(("errors", "kind", "text"), ERRORS)
 @on_ranks(3, "threads")
-def test_a_vote_fails_everywhere_with_one_text_and_undoes_what_succeeded(group, failing, text):
+def test_a_vote_fails_everywhere_with_one_text_and_undoes_what_succeeded(group, errors, kind, text):
+    """What all ranks raise alike is raised as it is."""
     undone: list[int] = []
-    error = ValueError(f"no {group.rank}") if group.rank in failing else None
-    expected: Any = pytest.raises(CreationFailed) if failing else contextlib.nullcontext()
-    with expected as caught:
-        group.vote(error, action="a test", undo=partial(undone.append, group.rank))
-    assert not failing or (str(caught.value), caught.value.__cause__) == (text, error)
-    assert undone == ([group.rank] if failing and error is None else [])
+    error = errors[group.rank]
 
-
-@pytest.mark.parametrize(
-    ("errors", "kind", "text"),
-    [
-        ([InvalidArgument("x is 7"), InvalidArgument("x is 8")], InvalidArgument, "x is 7"),
-        ([OutOfOrder("now"), OutOfOrder("now")], OutOfOrder, "now"),
-        (
-            [InvalidArgument("x is 7"), OutOfOrder("now")],
-            CreationFailed,
-            "it failed on rank 0 of 2 (and on rank 1): InvalidArgument: x is 7",
-        ),
-        (
-            [None, InvalidArgument("x is 8")],
-            CreationFailed,
-            "it failed on rank 1 of 2: InvalidArgument: x is 8",
-        ),
-        (
-            [ValueError("x"), ValueError("x")],  # not weft's: nothing documents it
-            CreationFailed,
-            "it failed on rank 0 of 2 (and on rank 1): ValueError: x",
-        ),
-    ],
-)
-@on_ranks(2, "threads")
-def test_the_same_error_on_every_rank_is_raised_as_it_is(group, errors, kind, text):
-    with pytest.raises(WeftError) as caught:
-        group.vote(errors[group.rank], action="it")
-    group.barrier()
-    assert (type(caught.value), str(caught.value)) == (kind, text)
-    assert caught.value.__cause__ is errors[group.rank] or errors[group.rank] is None
-
-
-@on_ranks(3, "threads")
-def test_together_returns_or_fails_everywhere(group):
     def step():
-        if group.rank == 2:
-            raise OSError(12, "no memory")
+        if error is not None:
+            raise error
+        return group.rank
 
-    assert group.run_collective(lambda: group.rank, action="counting") == group.rank
-    text = "stepping failed on rank 2 of 3: OSError: [Errno 12] no memory"
-    assert call_outcome(group.run_collective, step, action="stepping")[:2] == [
-        "CreationFailed",
-        text,
-    ]
+    vote = partial(group.vote, error, action="it", undo=partial(undone.append, group.rank))
+    for call in (vote, partial(group.run_collective, step, action="it")):
+        if kind is None:
+            assert call() == (None if call is vote else group.rank)
+            continue
+        with pytest.raises(WeftError) as caught:
+            call()
+        assert (type(caught.value), str(caught.value)) == (kind, text)
+        assert error is None or caught.value.__cause__ is error
+    assert undone == ([group.rank] if kind and error is None else [])
 
 
 @on_ranks(3, "threads")
@@ -185,15 +164,14 @@ def test_two_threads_of_one_rank_are_refused(ranks):
     def body(group):
         if group.rank == 0:
             refused.wait()
-            group.barrier()
-            return
+            return group.barrier()
         waiting = threading.Thread(target=group.barrier)
         waiting.start()
         time.sleep(0.5)  # it is in the barrier by then
         with pytest.raises(OutOfOrder, match="two threads of rank 1"):
             group.barrier()
         refused.set()
-        waiting.join()
+        return waiting.join()
 
     ranks(2, "threads")(body)
 
@@ -249,12 +227,8 @@ def test_a_rank_without_room_for_a_descriptor_is_named_on_all(group):
     if error[0] == "nothing":  # it was through before rank 1 failed, which had sent its part
         error = call_outcome(group.barrier)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert re.fullmatch(
-        r"rank 1 \(pid \d+\) cannot receive its part of exchange_fds: it is at its limit of 64 "
-        "open "
-        r"descriptors; raise it with `ulimit -n`",
-        error[1],
-    ), error
+    text = r"rank 1 \(pid \d+\) cannot receive its part of exchange_fds: it is at its limit of 64 o"
+    assert re.match(text, error[1]), error
 
 
 @on_ranks(1, "threads")
@@ -264,24 +238,11 @@ def test_generations_wrap_and_are_never_zero(group):
     assert numbers[-2:] == [0xFFFF, 1]
 
 
-@pytest.mark.parametrize("size", [0, 73, 1 << 64, 2.0, True, "2"])
-def test_an_invalid_size_is_refused(meeting, size):
-    with pytest.raises(InvalidArgument, match="size is"):
-        Group.join(meeting, rank=0, size=size, device="cpu", timeout=1.0)
-
-
-def test_an_unclosed_group_leaves_no_descriptor():
-    before = open_files()
-    launch(Group.barrier, ranks=2, device="threads")
-    assert open_files() == before
-
-
 @on_ranks(3, "threads")
 def test_a_rank_that_closed_its_group_is_named(group):
     if group.rank == 1:
         group.close()
         group.close()
-        assert repr(group) == "Group(rank=1, size=3, device=cpu)"
         with pytest.raises(OutOfOrder, match="the group is closed; create a new one"):
             group.barrier()
         return
@@ -289,25 +250,9 @@ def test_a_rank_that_closed_its_group_is_named(group):
         group.barrier()
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
-@on_ranks(3, "threads")
-def test_a_rank_that_raises_sends_its_reason(group, culprit):
-    group.barrier()  # where all came, even if the culprit has left when the last one looks
-    why = (
-        rf"^rank {culprit} \(pid {os.getpid()}\) left the group while the others were in barrier: "
-        "it raised KeyError: 'no such expert'$"
-    )
-    if group.rank == culprit:
-        with pytest.raises(KeyError), group:
-            raise KeyError("no such expert")
-        return
-    with raises_soon(RendezvousFailed, why, 60.0), group:
-        group.barrier(timeout=200.0)
-
-
 @pytest.mark.parametrize("leaver", [0, 1])
 @on_ranks(3, "threads")
-def test_the_reason_waits_for_ranks_that_come_later(group, leaver):
+def test_the_reason_of_a_rank_that_raises_waits_for_ranks_that_come_later(group, leaver):
     """One rank waits in the barrier when another leaves; the last one comes when sending fails."""
     group.barrier()
     if group.rank == leaver:
@@ -316,13 +261,16 @@ def test_the_reason_waits_for_ranks_that_come_later(group, leaver):
         return
     if group.rank == 1 - leaver:
         time.sleep(0.3)
+    why = (
+        rf"^rank {leaver} \(pid {os.getpid()}\) left the group while the others were in barrier: "
+        r"it raised ValueError: bad \\ud800 weights"
+    )
     texts = set()
     for _ in range(2):
-        with pytest.raises(RendezvousFailed, match=rf"rank {leaver} \(pid ") as caught:
+        with pytest.raises(RendezvousFailed, match=why) as caught:
             group.barrier()
         texts.add(str(caught.value))
     (text,) = texts
-    assert r"it raised ValueError: bad \ud800 weights" in text
     assert len(text) < 5000
 
 

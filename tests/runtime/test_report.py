@@ -19,12 +19,11 @@ LIMITS = [
     for phase in (DISPATCH, ALL_REDUCE)
     for reporter in (0, 3)
     for first, epoch, option in (
-        *(
-            (0, 1, "first_timeout"),
-            (LAST - 4, LAST - 3, "first_timeout"),
-            (LAST, 0, "first_timeout"),
-        ),
-        *((0, 2, "timeout"), (LAST - 4, 3, "timeout")),
+        (0, 1, "first_timeout"),
+        (0, 2, "timeout"),
+        (LAST - 4, LAST - 3, "first_timeout"),
+        (LAST - 4, 3, "timeout"),
+        (LAST, 0, "first_timeout"),
     )
 ]
 
