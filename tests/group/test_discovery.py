@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import os
+import queue
 import re
 import shutil
 import socket
@@ -15,10 +16,10 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-import weft
 from tests.baseline import die, open_files, raises_soon
 from tests.group.meetings import LONG
 from tests.ranks import on_ranks
@@ -59,25 +60,19 @@ def find(size, timeout=20.0, **changes):
 def test_containers_share_a_host_and_boots_do_not():
     assert find(2, rank1=lambda own: {**own, "host": "other"}) == ["met", "met"]
     for text in find(2, rank1=lambda own: {**own, "boot": "0123456789"}):
-        assert "the ranks are on several hosts" in text
-        assert "(boot 01234567)" in text
+        assert re.search(r"the ranks are on several hosts.*\(boot 01234567\)", text)
 
 
 def test_separate_networks_are_reported_on_every_rank():
     zero, *others = find(3, LONG, rank2=lambda own: {**own, "host": "box", "network": "net:[7]"})
     assert others == [zero, zero]
-    assert f"rank 0 on {socket.gethostname()} (boot " in zero
-    assert "is in network namespace net:[" in zero
-    assert ", rank 2 on box (boot " in zero
-    assert "in net:[7]: ranks meet over Unix sockets of one network namespace" in zero
-    assert zero.endswith("--network=host)")
+    own = rf"rank 0 on {socket.gethostname()} \(boot .*is in network namespace net:\["
+    assert re.search(rf"{own}.*, rank 2 on box \(boot .*in net:\[7\].*--network=host\)$", zero)
 
 
 def test_a_failure_to_listen_is_reported_on_every_rank(monkeypatch):
-    def full(*_):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(socket, "socket", full)
+    full = OSError(errno.EMFILE, "Too many open files")
+    monkeypatch.setattr(socket, "socket", Mock(side_effect=full))
     for text in find(2, LONG):
         assert re.search("rank 0: cannot listen for the other ranks .*ulimit -n", text)
 
@@ -99,10 +94,9 @@ def test_an_invalid_answer_is_refused(rank, answer):
 _libc = ctypes.CDLL(None, use_errno=True)
 _MS_REC, _MS_PRIVATE, _PR_SET_DUMPABLE = 0x4000, 1 << 18, 4
 NEW = {"mount": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "pid": 0x20000000, "net": 0x40000000}
+UNSHARE = ["unshare", "--fork", *(f"--{name}" for name in NEW), "true"]
 OF_THEIR_OWN = pytest.mark.skipif(
-    shutil.which("unshare") is None
-    or subprocess.run(["unshare", "--fork", *(f"--{name}" for name in NEW), "true"]).returncode
-    != 0,
+    shutil.which("unshare") is None or subprocess.run(UNSHARE).returncode != 0,
     reason="namespaces cannot be made here",
 )
 
@@ -186,7 +180,7 @@ def from_torch(group):
 def play_one(group, seed):
     with from_torch(group) as other:
         case = Round((8, 3, 8), seed=seed)
-        with weft.AllToAll(other, **case.sizes(8)) as a2a:
+        with case.open(other, 8) as a2a:
             for more in range(3):
                 play(a2a, case.next(seed=seed + 10 * more))
         return [other.pid(rank) for rank in range(other.size)]
@@ -206,7 +200,12 @@ def settled(group):
 @OF_THEIR_OWN
 @on_ranks(3, "cpu", "cuda")
 def test_ranks_with_mounts_of_their_own_play_rounds(group, tmp_path):
+    """CPU ranks also give up what root may do that a rank could be refused."""
     hide(str(tmp_path))
+    if group.device.type == "cpu":
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+        require(_libc.capset(header, (ctypes.c_uint32 * 6)()))
+        require(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))  # no process may read this one
     play_one(group, seed=0)  # it loads what stays
     before = settled(group)
     for seed in (1, 2):
@@ -216,38 +215,25 @@ def test_ranks_with_mounts_of_their_own_play_rounds(group, tmp_path):
     assert settled(group) <= before  # the first round's may be closed late
 
 
-class Witness:
-    """A member of a group that records the end of one rank."""
-
-    def __init__(self, victim):
-        self.victim, self.heard = victim, threading.Event()
-
-    def mark_peer_dead(self, rank):
-        if rank == self.victim:
-            self.heard.set()
-
-    def announce_leave(self, reason, *, drain=False):
-        pass
-
-
 @OF_THEIR_OWN
 @pytest.mark.parametrize("victim", [0, 2])
 @on_ranks(3, "cpu", dies="victim")
 def test_a_death_in_a_container_is_noticed_at_once(group, victim, tmp_path):
     hide(str(tmp_path))
     with from_torch(group) as other:
-        witness = Witness(victim)
-        other.attach(witness)
+        reported: queue.Queue[int] = queue.Queue()
+        member = Mock(mark_peer_dead=reported.put)
+        other.attach(member)
         heap = Heap.create(other, 64)
         if other.rank == victim:
             die()
         with raises_soon(RendezvousFailed, rf"rank {victim} \(pid \d+\) died while"):
             other.barrier()
         heap.close()
-        assert witness.heard.wait(600.0)
+        assert reported.get(timeout=600.0) == victim
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, 2])
 @on_ranks(3, "cpu", dies="victim")
 def test_a_rank_that_dies_in_from_torch_is_named_at_once(group, victim, tmp_path):
     process_group = group.process_group()
@@ -257,14 +243,3 @@ def test_a_rank_that_dies_in_from_torch_is_named_at_once(group, victim, tmp_path
     text = rf"rank {victim} \(pid \d+\) died before all ranks had connected"
     with raises_soon(RendezvousFailed, text, 40.0):
         Group.from_torch(process_group, device="cpu", timeout=100.0)
-
-
-@OF_THEIR_OWN
-@on_ranks(3, "cpu")
-def test_no_capability_is_needed(group, tmp_path):
-    hide(str(tmp_path))
-    # Root may do all that a rank could be refused.
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    require(_libc.capset(header, (ctypes.c_uint32 * 6)()))
-    require(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))  # no process may read this one
-    from_torch(group).close()

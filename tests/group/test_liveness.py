@@ -33,7 +33,7 @@ def test_a_rank_that_cannot_watch_raises_and_keeps_no_descriptor(
     group: weft.Group, what: str
 ) -> None:
     process_group = group.process_group()
-    # Its write end is out of the way of descriptors that a program closes by number.
+    # The kernel closes high descriptors first: the pipe of a killed rank ends at once.
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert max(int(fd) for fd in os.listdir("/proc/self/fd")) >= min(soft, 4096) * 3 // 4
     group.barrier()

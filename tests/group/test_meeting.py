@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.baseline import open_files
 from tests.group.meetings import LONG, SOON, all_ranks, answer, connect, gather, make_hello
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.group import liveness
+from weft.group import meeting as module
 from weft.group.meeting import ABI, Meeting, meet
 from weft.launcher.processes import start_fork_server
 
@@ -44,14 +46,10 @@ def test_all_ranks_meet_at_any_hub_and_no_name_is_left_while_their_sockets_live(
     ("changes", "text"),
     [
         ({"abi": 99}, f"abi {ABI} and 99"),
-        ({"abi": None}, f"abi {ABI} and None"),
         ({"size": 3.0}, "size 3 and 3.0"),
         ({"device": "cuda"}, "device 'cpu' and 'cuda'"),
-        ({"rank": 0}, "has rank 0, which another process has"),
         ({"rank": 2}, "has rank 2, which another process has"),
         ({"rank": 3}, "has rank 3, which is not in 0..2"),
-        ({"rank": True}, "has rank True, which is not in 0..2"),
-        ({"rank": "\ud800"}, "has rank '\\ud800', which is not in 0..2"),
     ],
 )
 def test_mismatched_ranks_all_get_the_reason(meeting, changes, text):
@@ -109,9 +107,8 @@ def test_no_descriptor_is_left_by_success_or_failure():
 def test_a_rank_that_is_killed_while_it_waits_ends_the_meeting(meeting, victim):
     """The meeting ends for the present ranks, and for one that comes later."""
     place = Meeting.from_address(meeting.address)
-    process = start_fork_server().Process(
-        target=gather, args=(meeting if victim == 0 else place, victim, 4, LONG)
-    )
+    args = (meeting if victim == 0 else place, victim, 4, LONG)
+    process = start_fork_server().Process(target=gather, args=args)
     process.start()
     if victim == 0:
         meeting.listener.close()  # the process has it
@@ -120,12 +117,10 @@ def test_a_rank_that_is_killed_while_it_waits_ends_the_meeting(meeting, victim):
         ranks = [pool.submit(gather, at, r, 4, LONG) for r, at in places.items()]
         time.sleep(0.3)
         process.kill()
-        started = time.monotonic()
         for rank in ranks:
-            assert f"rank {victim} (pid {process.pid}) died" in str(rank.result())
+            assert f"rank {victim} (pid {process.pid}) died" in str(rank.result(SOON))
         process.join()
-    assert "the meeting is over" in str(gather(place, 3, 4, LONG))
-    assert time.monotonic() - started < SOON
+    assert "the meeting is over" in str(gather(place, 3, 4, SOON))
 
 
 @contextlib.contextmanager
@@ -155,23 +150,18 @@ def with_peers(meeting, rank, reply, **options):
 def test_a_rank_that_dies_before_it_has_come_ends_the_meeting(meeting, half):
     """A closed connection alone does not, because strangers close theirs, too."""
     with known_process() as (process, reply), ThreadPoolExecutor(2) as pool:
+        known: list[Any] = [{2: reply}, {}]
         options = {"size": 3, "timeout": LONG}
-        ranks = [
-            pool.submit(with_peers, meeting, rank, {2: reply} if rank == 0 else {}, **options)
-            for rank in range(2)
-        ]
+        ranks = [pool.submit(with_peers, meeting, r, known[r], **options) for r in range(2)]
         with connect(meeting) as connection:
             if half:
                 connection.send(make_hello(meeting)[:40])
         time.sleep(0.1)
         assert not ranks[0].done()
-        started = time.monotonic()
         process.kill()
+        text = f"rank 2 (pid {process.pid}) died before all ranks had connected"
         for rank in ranks:
-            assert (
-                f"rank 2 (pid {process.pid}) died before all ranks had connected" in rank.result()
-            )
-        assert time.monotonic() - started < SOON
+            assert text in rank.result(SOON)
 
 
 def test_ranks_of_another_namespace_have_the_deadline(meeting):
@@ -184,19 +174,13 @@ def test_ranks_of_another_namespace_have_the_deadline(meeting):
     assert "rank 1: it runs in another pid namespace" in text
 
 
-@pytest.mark.parametrize(
-    "reply", [None, [], {}, {"pid": 0}, {"pid": "7"}, {"pid": True}, {"pid": 1 << 40}]
-)
-def test_an_invalid_identity_is_not_watched(reply):
-    with liveness.Peers() as known:
-        known.watch(1, reply)
-        known.check()
-        assert known.pidfds() == []
-
-
-def test_peers_leave_no_descriptor():
+def test_an_invalid_identity_is_not_watched_and_peers_leave_no_descriptor():
     before = open_files()
     with known_process() as (_, reply), liveness.Peers() as known:
+        invalid: list[Any] = [None, [], {}, *({"pid": pid} for pid in (0, "7", True, 1 << 40))]
+        for each in invalid:
+            known.watch(1, each)
+        assert known.pidfds() == []
         known.watch(1, reply)
         known.watch(1, reply)
         known.watch(2, liveness.process_identity())
@@ -217,12 +201,10 @@ def test_the_process_that_started_the_ranks_can_end_the_meeting(meeting, ends):
         ranks = [pool.submit(gather, meeting, r, 4, LONG) for r in waiting]
         with connect(meeting) as half:
             time.sleep(0.2)
-            started = time.monotonic()
             getattr(meeting, ends)(why)
-            assert [str(each.result()) for each in ranks] == [why] * len(ranks)
+            assert [str(each.result(SOON)) for each in ranks] == [why] * len(ranks)
             assert answer(half)["fail"] == why
-        assert "the meeting is over" in str(gather(meeting, 2, 4, LONG))
-        assert time.monotonic() - started < SOON
+        assert "the meeting is over" in str(gather(meeting, 2, 4, SOON))
     meeting.abort("it is over already")
 
 
@@ -230,42 +212,37 @@ def test_the_process_that_started_the_ranks_can_end_the_meeting(meeting, ends):
 def test_the_reason_of_a_rank_that_raises_reaches_all_before_its_socket_ends(
     meeting, leaver, monkeypatch
 ):
-    real = meet.__globals__["_Hub" if leaver == 0 else "_handle_hub_message"]
     connect, others = Meeting.connect, threading.Semaphore(0)
+    read = module._handle_hub_message
 
     def connected(meeting):
         connection = connect(meeting)
         others.release()
         return connection
 
-    def fails(*args):
-        if leaver == 0:  # once the others are there to be told
+    def fail_as_hub(*_):
+        for _rank in range(2):  # once the others are there to be told
             assert others.acquire(timeout=LONG)
-            assert others.acquire(timeout=LONG)
-        elif args[1].rank != leaver or "peer" not in args[2].body:
-            return real(*args)
-        else:  # all have come: one that comes later only hears that the meeting is over
-            args[2].close_fd()
+        raise ValueError("no memory for it")
+
+    def fail_as_rank_1(*args):
+        if args[1].rank != 1 or "peer" not in args[2].body:
+            return read(*args)
+        args[2].close_fd()  # all have come: one that comes later only hears that it is over
         raise ValueError("no memory for it")
 
     if leaver == 0:
         monkeypatch.setattr(Meeting, "connect", connected)
-        monkeypatch.setattr(real, "_handle_event", fails)
+        monkeypatch.setattr(module._Hub, "_handle_event", fail_as_hub)
     else:
-        monkeypatch.setitem(meet.__globals__, "_handle_hub_message", fails)
-
-    def rank(r):
-        try:
-            return gather(meeting, r, 3, LONG)
-        except ValueError as error:
-            return error
-
+        monkeypatch.setattr(module, "_handle_hub_message", fail_as_rank_1)
     with ThreadPoolExecutor(3) as pool:
-        reply = list(pool.map(rank, range(3)))
-    assert isinstance(reply.pop(leaver), ValueError)
-    for each in reply:
-        assert isinstance(each, RendezvousFailed)
-        assert "no memory for it" in str(each)
+        ranks = [pool.submit(gather, meeting, r, 3, LONG) for r in range(3)]
+        with pytest.raises(ValueError, match="no memory"):
+            ranks.pop(leaver).result()
+        for each in ranks:
+            assert isinstance(each.result(), RendezvousFailed)
+            assert "no memory for it" in str(each.result())
 
 
 def test_no_rank_returns_before_all_have_met(meeting):

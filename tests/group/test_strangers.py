@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.baseline import open_files
-from tests.group.meetings import LONG, SOON, all_ranks, answer, connect, gather, make_hello
+from tests.group.meetings import LONG, all_ranks, answer, connect, gather, make_hello
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.group import meeting as module
 from weft.group.control import ControlPlane
@@ -47,15 +48,9 @@ def both_meet(meeting, timeout=LONG):
     return all_ranks(*(lambda r=r: gather(meeting, r, 2, timeout) for r in range(2)))
 
 
-def test_a_wrong_nonce_is_reported(meeting):
-    class Other(Meeting):
-        """A meeting of the same name with another job's nonce."""
-
-        @property
-        def _socket_name(self):
-            return meeting._socket_name
-
-    other = Other(0, bytes(32))
+def test_a_wrong_nonce_is_reported(meeting, monkeypatch):
+    other = Meeting(0, bytes(32))  # of another job, by the same name
+    monkeypatch.setattr(Meeting, "_socket_name", meeting._socket_name)
     zero, liar = all_ranks(lambda: gather(meeting, 0, 2, 0.5), lambda: gather(other, 1, 2, 0.5))
     assert "nonce is not this job's" in str(liar)
     assert isinstance(zero, RendezvousFailed)
@@ -72,24 +67,8 @@ def test_another_user_is_refused(meeting, monkeypatch, listening):
     monkeypatch.setattr(module, "peer_credentials", of_another_user)
     zero, one = both_meet(meeting, 0.5)
     assert isinstance(zero, RendezvousFailed)
-    if listening:
-        assert "rank 0 died before all ranks had connected" in str(one)
-    else:
-        assert f"rank 0 runs as user 12345 and this rank as user {os.geteuid()}" in str(one)
-
-
-def test_silent_strangers_delay_no_rank(meeting):
-    before = open_files()
-    with ThreadPoolExecutor(1) as pool:
-        zero = pool.submit(gather, meeting, 0, 2, LONG)
-        started = time.monotonic()
-        crowd = [connect(meeting) for _ in range(200)]
-        assert gather(meeting, 1, 2, LONG) == [0, 1]
-        assert zero.result() == [0, 1]
-        assert time.monotonic() - started < SOON
-    for each in crowd:
-        each.close()
-    assert open_files() == before - 1  # the listener
+    own = f"rank 0 runs as user 12345 and this rank as user {os.geteuid()}"
+    assert ("rank 0 died before all ranks had connected" if listening else own) in str(one)
 
 
 def test_a_rank_out_of_descriptors_raises(meeting, monkeypatch):
@@ -139,9 +118,8 @@ def test_no_message_of_a_stranger_ends_the_meeting(meeting):
 def rank_that_reads(meeting, data, *, hub):
     """Return how rank 1 of 3 reacts to `data`, sent to it as hub or by its hub."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    control = ControlPlane(1, 3)
     theirs.send(data)
-    with contextlib.closing(theirs), contextlib.closing(control):
+    with contextlib.closing(theirs), contextlib.closing(ControlPlane(1, 3)) as control:
         try:
             if hub:
                 build_info: dict[str, Any] = {"abi": ABI, "size": 3, "device": "cpu"}
@@ -149,24 +127,14 @@ def rank_that_reads(meeting, data, *, hub):
                     rank.unverified[ours] = None
                     rank._read_hello(ours)
             else:
-                local = Meeting(0, meeting.nonce)
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(Meeting, "connect", lambda self: ours)
                     theirs.shutdown(socket.SHUT_WR)
-                    module._join_hub(local, control, {}, LONG, Peers())
+                    module._join_hub(Meeting(0, meeting.nonce), control, {}, LONG, Peers())
         except RendezvousFailed as error:
             str(error).encode()
             return "error", theirs.recv(1 << 15)
         return set(control.peers), b""
-
-
-def is_json(value: object) -> bool:
-    """Whether a value is JSON without NaN and infinities, which Python writes."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True
 
 
 def test_a_hello_with_invalid_fields_raises(meeting):
@@ -182,29 +150,23 @@ def test_a_hello_with_invalid_fields_raises(meeting):
         hello = {**good, **fields}
         data = json.dumps(hello)
         result, reported = rank_that_reads(meeting, data.encode(), hub=True)
-        if not is_json(hello):  # so it shows no nonce
-            assert result == set()
+        if re.search(r"\b(NaN|Infinity)\b", re.sub(r'"[^"]*"', "", data)):
+            assert result == set()  # it is not JSON, so it shows no nonce
         elif repr(hello) in (repr(good), repr({**good, "rank": 0})):
             assert result == {hello["rank"]}
         else:
             assert result == "error"
-            assert (
-                "disagree" in json.loads(reported)["fail"]
-                or " has rank " in json.loads(reported)["fail"]
-            )
+            assert re.search("disagree| has rank ", json.loads(reported)["fail"])
 
     admit()
 
 
-def test_any_answer_of_the_hub_raises_a_typed_error(meeting):
-    @settings(max_examples=100, deadline=None, database=None)
-    @given(BODIES.filter(len))
-    @example(b'{"fail":"\\ud800"}')
-    @example(b'{"fail":["\\ud800"]}')
-    def answers(data):
-        assert rank_that_reads(meeting, data, hub=False)[0] == "error"
-
-    answers()
+@settings(max_examples=100, deadline=None, database=None)
+@given(BODIES.filter(len))
+@example(b'{"fail":"\\ud800"}')
+@example(b'{"fail":["\\ud800"]}')
+def test_any_answer_of_the_hub_raises_a_typed_error(data):
+    assert rank_that_reads(Meeting(0, bytes(range(32))), data, hub=False)[0] == "error"
 
 
 @pytest.mark.parametrize(
@@ -232,11 +194,14 @@ NONE = "0" * 64
 
 @pytest.mark.parametrize(
     "address",
-    ["", "0-", NONE, f"0-{NONE[1:]}", "0-" + "g" * 64, f"-1-{NONE}", f"0-{NONE}\n", f"٣-{NONE}"],
+    ["", "0-", f"0-{NONE[1:]}", "0-" + "g" * 64, f"-1-{NONE}", f"0-{NONE}\n", f"٣-{NONE}"],
 )
 def test_an_invalid_address_is_refused(address):
     with pytest.raises(InvalidArgument, match="malformed meeting address: .*Meeting.address"):
         Meeting.from_address(address)
+
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 
 
 def flood(name, user):
@@ -251,15 +216,10 @@ def flood(name, user):
                 each.connect(name)
 
 
-@pytest.mark.parametrize("user", ["this user", "another user"])
+@pytest.mark.parametrize("user", [0, pytest.param(65534, marks=AS_ROOT)], ids=["own", "other"])
 def test_ranks_meet_while_strangers_connect_again_and_again(meeting, user):
-    if user == "another user" and os.geteuid() != 0:
-        pytest.skip("becomes another user")
-    context = multiprocessing.get_context("fork")
-    number = 65534 if user == "another user" else 0
-    attackers = [
-        context.Process(target=flood, args=(meeting._socket_name, number)) for _ in range(3)
-    ]
+    context, name = multiprocessing.get_context("fork"), meeting._socket_name
+    attackers = [context.Process(target=flood, args=(name, user)) for _ in range(3)]
     for each in attackers:
         each.start()
     try:
@@ -291,6 +251,7 @@ PARTS = st.fixed_dictionaries(
         **dict.fromkeys(("value", "fail", "bye"), JSON_VALUES),
     },
 )
+VALUE = b'{"recovery_id":0,"op":"test","n":0,"value":5}'
 MESSAGES = BODIES | PARTS.map(lambda body: json.dumps(body).encode())
 
 
@@ -305,16 +266,15 @@ def plane():
 
 @pytest.mark.parametrize("call", ["gather", "exchange_fds"])
 def test_any_message_of_a_rank_raises_a_typed_error(call):
-    deep = b'{"recovery_id":0,"op":"test","n":0,"value":' + b"[" * 900 + b"]" * 900 + b"}"
     met: set[str] = set()
 
     @settings(max_examples=200, deadline=None, database=None)
     @given(MESSAGES, st.sampled_from([0, 0, 1]))
-    @example(b'{"recovery_id":0,"op":"test","n":0,"value":5}', 0)
+    @example(VALUE, 0)
     @example(b'{"recovery_id":0,"op":"exchange_fds","n":0}', 1)
     @example(b'{"recovery_id":0,"op":"exchange_fds","n":0}', 0)
-    @example(b'{"recovery_id":0,"op":"test","n":0,"value":5}', 1)
-    @example(deep, 0)
+    @example(VALUE, 1)
+    @example(VALUE.replace(b"5", b"[" * 900 + b"]" * 900), 0)
     @example(b'{"recovery_id":0,"fail":7}', 0)
     @example(b'{"recovery_id":0,"fail":["\\ud800"]}', 0)
     @example(b'{"bye":"\\ud800"}', 1)
@@ -356,7 +316,7 @@ def test_a_peer_that_does_not_read_is_named_at_the_deadline():
         with contextlib.suppress(BlockingIOError):
             while True:
                 control.peers[0].send(b"x" * 1000, socket.MSG_DONTWAIT)
-        theirs.send(b'{"recovery_id":0,"op":"test","n":0,"value":5}')
+        theirs.send(VALUE)
         with pytest.raises(RendezvousFailed, match=r"rank 0 \(pid 7\) did not read its part of t"):
             control.gather("test", None, 0.2)
 
@@ -365,7 +325,7 @@ def test_a_peer_that_does_not_read_is_named_at_the_deadline():
 def test_a_failure_of_a_later_call_does_not_undo_this_one(call):
     """All parts have arrived when the peer times out on this rank, in this call or the next."""
     with plane() as (control, theirs):
-        theirs.send(b'{"recovery_id":0,"op":"test","n":0,"value":5}')
+        theirs.send(VALUE)
         theirs.send(b'{"recovery_id":0,"n":%d,"fail":"rank 2 is late"}' % call)
         if call == 1:
             assert control.gather("test", 6, 5.0) == [5, 6]
