@@ -19,7 +19,7 @@ import torch
 import weft
 from tests.baseline import call_outcome, die, open_files, raises_soon, shares_mapped
 from tests.group.test_recovery import LONG, Operator, on_four, stop, together
-from tests.moe.layers import CONFIGS, Case, tolerance_of
+from tests.moe.layers import CONFIGS, Case
 from tests.ranks import on_ranks
 from tests.rounds import Round, play
 from weft.errors import (
@@ -34,7 +34,7 @@ from weft.errors import (
 from weft.group.control import ControlPlane
 from weft.group.meeting import Meeting
 from weft.heap import Heap
-from weft.moe import ExpertWeights, balance
+from weft.moe import balance
 
 NEWCOMER = """
 import sys
@@ -53,9 +53,8 @@ def fork(body, address, rank, *args):
     """Start a process that will join as rank `rank`, by this process's fork server."""
     server: Any = forkserver._forkserver
     server.ensure_running = lambda: None  # as it would in the launcher; here it starts another
-    process = multiprocessing.get_context("forkserver").Process(
-        target=born, args=(dict(os.environ), body, address, rank, *args)
-    )
+    args = (dict(os.environ), body, address, rank, *args)
+    process = multiprocessing.get_context("forkserver").Process(target=born, args=args)
     process.start()
     return process
 
@@ -68,17 +67,13 @@ def born(environment, body, *args):
     body(*args)
 
 
-def end_well(process):
-    """Wait for the new process, if this rank started one."""
+def end_well(process, code=0):
+    """Wait for the new process, if this rank started one, or kill it for code -9."""
     if process is not None:
+        if code == -9:
+            process.kill()
         process.join()
-        assert process.exitcode == 0
-
-
-def end_now(process):
-    if process is not None:
-        process.kill()
-        process.join()
+        assert process.exitcode == code
 
 
 def lose(group, *victims):
@@ -164,14 +159,13 @@ def test_new_processes_replace_the_dead(group, victims):
 
 def lives_on(address, rank, dies_when=""):
     group = join(address, rank)
-    if dies_when == "joined":
-        die()
-    operator = Operator(group)
-    if dies_when == "made":
-        die()
-    group.enter(timeout=LONG)
-    if dies_when == "entered":
-        die()
+    for step in ("joined", "made", "entered"):
+        if step == "made":
+            operator = Operator(group)
+        elif step == "entered":
+            group.enter(timeout=LONG)
+        if step == dies_when:
+            die()
     group.barrier()
     assert ("recover", 0b1111) in operator.asked
 
@@ -250,7 +244,7 @@ def test_a_partly_met_process_is_admitted_by_no_rank(group, how):
         expected = RendezvousFailed, r"rank 3 \(pid |another survivor did not connect"
     with pytest.raises(expected[0], match=expected[1]):
         group.replace(meeting, timeout=wait)
-    end_now(process)
+    end_well(process, -9)
     plane.receive = take
     del group._recovery._connect_newcomers
     recover(group, 3)
@@ -280,9 +274,7 @@ def test_a_survivor_that_times_out_still_admits_the_process(group):
     recover(group, 3)
     assert group.all_gather(group.rank) == [0, 1, 2, None]
     assert operator.asked[-1] == ("recover", 0b0111)
-    if process is not None:
-        process.join()
-        assert process.exitcode == 1
+    end_well(process, 1)
 
 
 class Interrupted(Exception):
@@ -304,15 +296,15 @@ def test_an_interrupted_survivor_continues_without_a_leak(group, where):
     operator = Operator(group)
     lose(group, 3)
     meeting, process = begin(group, lives_on, 3)
-    before = open_files()
+    before, patch = open_files(), pytest.MonkeyPatch()
     if group.rank == 1:
         place: Any = operator if where == "quiesce" else group._messages.control
-        setattr(place, where, interrupts(getattr(place, where)))
+        patch.setattr(place, where, interrupts(getattr(place, where)))
     start_may_take_long()
     with pytest.raises(Interrupted if group.rank == 1 else RendezvousFailed):
         group.replace(meeting, timeout=2.0)
-    operator.__dict__.pop("quiesce", None)
-    end_now(process)
+    patch.undo()
+    end_well(process, -9)
     recover(group, 3)
     together(group)
     assert open_files() - before == (-1 if group.rank == 0 else 0)  # which had the listener
@@ -386,11 +378,12 @@ def test_only_dead_ranks_are_replaced(group):
     lose(group, 1)
     meeting = meet_at_0(group)
     process = fork(is_one_too_many, meeting.address, 1) if group.rank == 0 else None
-    text = r"continues without ranks \[1\], but ranks \[1, 3\] join"
-    call = partial(group.replace, meeting, timeout=LONG)
-    call = partial(join, meeting.address, 3) if group.rank == 3 else call
-    with pytest.raises(RendezvousFailed, match="" if group.rank == 3 else text):
-        call()
+    if group.rank == 3:
+        is_one_too_many(meeting.address, 3)
+    else:
+        text = r"continues without ranks \[1\], but ranks \[1, 3\] join"
+        with pytest.raises(RendezvousFailed, match=text):
+            group.replace(meeting, timeout=LONG)
     end_well(process)
 
 
@@ -398,7 +391,6 @@ ROUND = Round(tokens=(8, 3, 8, 5))
 LAYER = Case(CONFIGS["deepseek"], tokens=(8, 3, 8, 5))
 LOADS = ([1.0] * 8, [9.0, 1, 1, 1, 1, 1, 1, 8], [1.0, 2, 3, 4, 5, 6, 7, 8])
 PLACEMENTS = [balance(loads, 4, 8) for loads in LOADS]
-TIMES: Any = {"timeout": LONG, "first_timeout": LONG}
 # Kind, the layer whose workspace a sibling shares, where its experts are at first and in the end;
 # None: it is closed before.
 PLAN: dict[str, tuple[str, str, int, int | None]] = {
@@ -422,28 +414,24 @@ class Objects:
         self.group, self.open = group, dict[str, Any]()
 
     def make(self, name: str, kind: str, elder: str, place: int) -> None:
-        group, replicas = self.group, PLACEMENTS[place]
-        exchange: Any = ROUND.sizes(8) | TIMES
-
-        def weights(local: tuple[int, ...]) -> ExpertWeights:
-            experts = [LAYER.expert(e) for e in local]
-            return ExpertWeights.stack(LAYER.config, experts, group.device)
-
-        own = {"shared": LAYER.shared(group.device), "correction": LAYER.correction(group.device)}
-        sizes: Any = TIMES | {"max_tokens": 8, "missing": "drop", "replicas": replicas} | own
-        made: Any
-        if kind == "exchange":
-            made = weft.AllToAll(group, **exchange)
-        elif kind == "leased exchange":
-            made = weft.lease(group, weft.AllToAll, **exchange)
-        elif kind == "reduce":
-            made = weft.AllReduce(group, max_tokens=8, hidden=128, **TIMES)
-        elif kind == "leased layer":
-            made = weft.lease(group, weft.MoE, LAYER.config, weights, **sizes)
-        elif elder in self.open:
-            made = self.open[elder].sibling(weights, replicas=replicas, **own)
-        else:
-            made = weft.MoE(group, LAYER.config, weights, **sizes)
+        group, device = self.group, self.group.device
+        own: Any = {"shared": LAYER.shared(device), "correction": LAYER.correction(device)}
+        own["replicas"] = PLACEMENTS[place]
+        sizes: Any = ROUND.sizes(8) if "exchange" in kind else {"max_tokens": 8, "hidden": 128}
+        args: Any = weft.AllReduce if kind == "reduce" else weft.AllToAll, group
+        if "layer" in kind:
+            weights = partial(LAYER.weights, device=device)
+            if elder in self.open:
+                self.open[name] = self.open[elder].sibling(weights, **own)
+                return
+            args = weft.MoE, group, LAYER.config, weights
+            sizes = {"max_tokens": 8, "missing": "drop"} | own
+        cls, group, *more = args
+        made = (
+            weft.lease(group, cls, *more, **sizes)
+            if "leased" in kind
+            else cls(group, *more, **sizes)
+        )
         self.open[name] = made
 
     def callables(self) -> dict[str, Any]:
@@ -454,19 +442,16 @@ class Objects:
 
     def work(self) -> None:
         rank = self.group.rank
-        for seed, (name, called) in enumerate(self.callables().items()):
+        for seed, called in enumerate(self.callables().values()):
             if isinstance(called, weft.AllToAll):
                 play(called, ROUND.next(seed=seed))
             elif isinstance(called, weft.AllReduce):
                 rows = torch.full((8, 128), rank + 1.0, dtype=torch.bfloat16)
-                out = called.fused(rows).out
-                assert out is not None
-                assert bool((out == 10.0).all())
+                out: Any = called.fused(rows, out=True).out
+                assert (out == 10.0).all()
             else:
                 x, logits = LAYER.next(seed=seed).inputs_of(rank, torch.device("cpu"))
-                expected = LAYER.expected(called, x, logits)
-                error = (called(x, logits).float() - expected).abs().max()
-                assert error <= tolerance_of(LAYER.config, expected), name
+                LAYER.check(called(x, logits), LAYER.expected(called, x, logits))
 
 
 def works(address, rank):
@@ -500,15 +485,14 @@ def test_all_objects_work_with_a_replacement(group):
         die()
     with pytest.raises((PeerDied, RendezvousFailed)):
         objects.work()
-    group.recover(timeout=LONG)
+    recover(group, 2)
     group.open_meeting()
     files = open_files()
     meeting = group.open_meeting()
     assert open_files() == files, "the earlier meeting is closed"
     process = fork(works, meeting.address, 2) if group.rank == 0 else None
     group.replace(meeting, timeout=LONG)
-    assert group.timeout == before
-    assert addresses == objects.bases()
+    assert (group.timeout, objects.bases()) == (before, addresses)
     objects.work()
     group.barrier()
     end_well(process)
@@ -516,10 +500,13 @@ def test_all_objects_work_with_a_replacement(group):
 
 @on_ranks(2, "cpu")
 def test_invalid_arguments_are_refused(group):
+    place: Any = Meeting(0, b"")
+    enter_as: Any = partial(weft.Group.join, place, device="cpu", rank=0)
     for text, call in (
         ("meeting is 'x'", partial(group.replace, "x")),
-        ("timeout is 0", partial(group.replace, Meeting(0, b""), timeout=0)),
+        ("timeout is 0", partial(group.replace, place, timeout=0)),
         ("timeout is -1", partial(group.enter, timeout=-1)),
+        *(("size is", partial(enter_as, size=size)) for size in (0, 73, 1 << 64, 2.0, True, "2")),
     ):
         with pytest.raises(InvalidArgument, match=text):
             call()
