@@ -3,7 +3,6 @@
 
 import ctypes
 import errno
-import gc
 import json
 import os
 import queue
@@ -20,10 +19,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.baseline import die, open_files, raises_soon
+from tests.baseline import die, raises_soon
 from tests.group.meetings import LONG
 from tests.ranks import on_ranks
-from tests.rounds import Round, play
 from weft.errors import RendezvousFailed
 from weft.group import hosts
 from weft.group.group import Group
@@ -172,65 +170,29 @@ def test_containers_of_one_host_meet_in_one_network(group, networks, tmp_path):
     assert run_forked(alone) == 0
 
 
-def from_torch(group):
-    """Make a group of the same ranks from their process group."""
-    return Group.from_torch(group.process_group(), device=group.device, timeout=600.0)
-
-
-def play_one(group, seed):
-    with from_torch(group) as other:
-        case = Round((8, 3, 8), seed=seed)
-        with case.open(other, 8) as a2a:
-            for more in range(3):
-                play(a2a, case.next(seed=seed + 10 * more))
-        return [other.pid(rank) for rank in range(other.size)]
-
-
-def settled(group):
-    """Return the open descriptors after the store's thread has closed those of peers."""
-    gc.collect()
-    group.barrier()
-    deadline, counts = time.monotonic() + 10, [-1, 0]
-    while len(set(counts[-5:])) > 1 and time.monotonic() < deadline:
-        time.sleep(0.1)
-        counts.append(open_files())
-    return counts[-1]
-
-
-@OF_THEIR_OWN
-@on_ranks(3, "cpu", "cuda")
-def test_ranks_with_mounts_of_their_own_play_rounds(group, tmp_path):
-    """CPU ranks also give up what root may do that a rank could be refused."""
-    hide(str(tmp_path))
-    if group.device.type == "cpu":
-        header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-        require(_libc.capset(header, (ctypes.c_uint32 * 6)()))
-        require(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))  # no process may read this one
-    play_one(group, seed=0)  # it loads what stays
-    before = settled(group)
-    for seed in (1, 2):
-        pids = play_one(group, seed)
-    assert pids == group.all_gather(os.getpid())
-    assert os.listdir(tmp_path) == []
-    assert settled(group) <= before  # the first round's may be closed late
-
-
 @OF_THEIR_OWN
 @pytest.mark.parametrize("victim", [0, 2])
 @on_ranks(3, "cpu", dies="victim")
-def test_a_death_in_a_container_is_noticed_at_once(group, victim, tmp_path):
+def test_a_death_in_a_container_without_capabilities_is_noticed_at_once(group, victim, tmp_path):
     hide(str(tmp_path))
-    with from_torch(group) as other:
+    # Root may do all that a rank could be refused.
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    require(_libc.capset(header, (ctypes.c_uint32 * 6)()))
+    require(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))  # no process may read this one
+    with Group.from_torch(group.process_group(), device="cpu", timeout=600.0) as other:
         reported: queue.Queue[int] = queue.Queue()
         member = Mock(mark_peer_dead=reported.put)
         other.attach(member)
         heap = Heap.create(other, 64)
+        assert other.all_gather(os.getpid()) == [other.pid(rank) for rank in range(3)]
+        other.barrier()
         if other.rank == victim:
             die()
         with raises_soon(RendezvousFailed, rf"rank {victim} \(pid \d+\) died while"):
             other.barrier()
         heap.close()
         assert reported.get(timeout=600.0) == victim
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank, host or link fails during rounds: every other rank raises in time."""
+"""Ranks, hosts and links fail during rounds: every other rank raises in time.
+
+Bytes that a host sends are counted at its link.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +19,7 @@ import weft
 from tests.hosts.network import Network
 from tests.hosts.spanning import campaign, play
 from tests.rounds import Round
-from weft.cli.namespaces import can_create_namespaces
+from weft.cli.namespaces import Namespaces, can_create_namespaces, run_ip
 from weft.errors import GroupError
 
 TIMEOUT = 2.0
@@ -26,53 +32,42 @@ needs_links = pytest.mark.skipif(
 def endless(group: weft.Group, folder: Path, last: int) -> dict[str, Any]:
     """Run rounds, each checked to the byte, until one raises or the last one ends."""
     case = Round(tokens=tuple((3 * r + 1) % 9 for r in range(group.size)), add=True)
-    mark, at = folder / f"{group.rank}.mark", 0
-    with weft.AllToAll(group, timeout=TIMEOUT, **case.sizes(8)) as a2a:
+    mark = folder / f"{group.rank}.mark"
+    with case.open(group, 8, timeout=TIMEOUT) as a2a:
         try:
-            for at in range(last):  # noqa: B007
+            for at in range(last):
                 play(a2a, case.next(seed=at))
                 mark.write_text(str(at + 1))
         except GroupError as error:
             when = time.monotonic()
-            again = raised_again(a2a, case)
-            name = type(error).__name__
-            return {"error": name, "text": str(error), "when": when, "again": again}
-    return {"error": None, "rounds": at + 1}
-
-
-def raised_again(a2a: weft.AllToAll, case: Round) -> str:
-    """Return the error of a later call, which raises at once."""
-    began = time.monotonic()
-    try:
-        play(a2a, case)
-    except GroupError as error:
-        assert time.monotonic() - began < TIMEOUT
-        return type(error).__name__
-    return "nothing"
+            with pytest.raises(type(error)):  # a later call raises at once
+                play(a2a, case)
+            assert time.monotonic() - when < TIMEOUT
+            return {"error": type(error).__name__, "text": str(error), "when": when}
+    return {"error": None, "rounds": last}
 
 
 ENDLESS = f"{__name__}:endless"
 
 
-def survivors(hosts: int, disturb: str, victim: int, *, lasts: float = 0.0) -> dict[int, Any]:
-    """Return every survivor's error, and its delay after the fault; two ranks per host."""
+def survivors(hosts: int, disturb: str, *victims: int, lasts: float = 0.0) -> dict[int, Any]:
+    """Kill ranks, or cut a host's link; return every survivor's error, and its delay.
+
+    There are two ranks on each host. lasts: seconds after which the link is mended.
+    """
     with Network(hosts) as network:
         job = network.start(2, ENDLESS, 1_000_000)
         job.wait_for(3)
-        when = time.monotonic()
-        left = set(range(2 * hosts))
-        if disturb == "rank":
-            job.kill(victim)
-            left -= {victim}
-        elif disturb == "host":
-            job.kill(2 * victim, 2 * victim + 1)
-            left -= {2 * victim, 2 * victim + 1}
+        when, left = time.monotonic(), list(range(2 * hosts))
+        if disturb == "kill":
+            job.kill(*victims)
+            left = [rank for rank in left if rank not in victims]
         else:
-            network.cut(victim)
+            network.cut(*victims)
             if lasts:
                 time.sleep(lasts)
-                network.mend(victim)
-        replies = dict(zip(sorted(left), job.results(sorted(left)), strict=True))
+                network.mend(*victims)
+        replies = dict(zip(left, job.results(left), strict=True))
     return {rank: each | {"after": each["when"] - when} for rank, each in replies.items()}
 
 
@@ -82,14 +77,12 @@ def check_all(replies: dict[int, Any], *named: str) -> None:
         assert each["error"] in ("RailFailed", "PeerDied", "PeerLeft", "PeerTimeout"), (rank, each)
         assert each["after"] < TIMEOUT + SLACK, (rank, each)
         assert any(name in each["text"] for name in named), (rank, each)
-        assert each["again"] == each["error"], (rank, each)
 
 
 def test_a_killed_rank_is_named_on_its_host_and_beyond():
-    replies = survivors(2, "rank", 2)
-    check_all(
-        replies, "rank 2", "rank 3 on host 1"
-    )  # which left for it, and whose rail rank 1 is on
+    replies = survivors(2, "kill", 2)
+    # Rank 3 left because of it, and rank 1 is on rank 3's rail.
+    check_all(replies, "rank 2", "rank 3 on host 1")
     assert replies[0]["error"] == "RailFailed"
     assert "rank 2 on host 1 (host-1)" in replies[0]["text"]
     assert replies[3]["error"] == "PeerDied"
@@ -98,7 +91,7 @@ def test_a_killed_rank_is_named_on_its_host_and_beyond():
 
 @campaign
 def test_a_killed_host_is_named_on_all_others():
-    replies = survivors(3, "host", 1)
+    replies = survivors(3, "kill", 2, 3)
     check_all(replies, "host 1 (host-1)")
     assert any(each["error"] == "RailFailed" for each in replies.values())
 
@@ -122,3 +115,66 @@ def test_a_link_that_stalls_within_the_deadline_is_waited_for():
         time.sleep(0.4)
         network.mend(1)
         assert job.results(range(4)) == [{"error": None, "rounds": 400}] * 4
+
+
+TOKENS, HIDDEN, MANY, FEW = 256, 2048, 22, 2
+FP8 = HIDDEN + HIDDEN // 128 * 4  # bytes of a row
+CASE = Round(tokens=(TOKENS,) * 6, experts=24, hidden=HIDDEN)
+EXCHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (weft.AllToAll, {}),
+    "fp8": (weft.AllToAll, {"quantize": "fp8"}),
+    "low latency": (weft.LowLatencyAllToAll, {}),
+}
+
+
+def send_rounds(group: weft.Group, _folder: Path, count: int, kind: str) -> tuple[int, int]:
+    """Run rounds; return the bytes of rows, and of sums, that a rank sends to each other host."""
+    x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
+    cls, options = EXCHANGES[kind]
+    with cls(group, **CASE.sizes(TOKENS), **options) as exchange:
+        for _ in range(count):
+            got = exchange.dispatch(x, ids, weights)
+            if cls is weft.AllToAll:
+                exchange.combine()
+            else:
+                exchange.combine(got.x.to(x.dtype), ids, weights, got.handle)
+        span = exchange.config.span
+    returned = FP8 if span.returns_fp8 else span.hidden * span.dtype.itemsize
+    return TOKENS * sum(span.row_bytes) + 4 * span.count_meta_words(TOKENS), TOKENS * returned
+
+
+@campaign
+@needs_links
+@pytest.mark.parametrize(("hosts", "kind"), [(2, "plain"), (3, "fp8"), (2, "low latency")])
+def test_a_round_sends_its_slots_to_each_other_host_once_and_little_else(hosts, kind):
+    row = 2 * HIDDEN if kind == "plain" else FP8
+    with Network(hosts) as network:
+        sent = []
+        for count in (FEW, MANY):
+            before = network.sent(0)
+            out, home = network.run(2, f"{__name__}:send_rounds", count, kind)[0]
+            sent.append(network.sent(0) - before)
+        each = (sent[1] - sent[0]) / (MANY - FEW) / 2 / (hosts - 1)
+    assert out <= 1.02 * TOKENS * row, "ids and weights"
+    assert home == TOKENS * 2 * HIDDEN
+    assert out + home <= each <= 1.05 * TOKENS * (row + 2 * HIDDEN)
+
+
+MAKES = """
+import os, signal
+from weft.cli.namespaces import Namespaces
+Namespaces(1).__enter__()
+print(os.getpid(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not can_create_namespaces(), reason="no network namespaces here")
+def test_namespaces_of_a_killed_process_are_removed_later() -> None:
+    killed = subprocess.run([sys.executable, "-c", MAKES], capture_output=True, text=True)
+    left = f"weft-{int(killed.stdout)}-"
+    assert left in run_ip("netns", "list")
+    with Namespaces(2):
+        assert left not in run_ip("netns", "list")
+        assert f"weft-{os.getpid()}-1" in run_ip("netns", "list")
+    assert f"weft-{os.getpid()}-" not in run_ip("netns", "list")

@@ -74,21 +74,13 @@ def test_machines_that_map_all_of_each_other_are_one_host(boots, parts, reached,
     assert names in (None, result[1])
 
 
-def test_a_domain_has_a_maximum_of_ranks():
+def test_domains_have_a_maximum_and_hosts_equal_numbers_of_ranks():
     boots = [boot for boot in "abcd" for _ in range(36)]
     ranks, _ = group_by_host(describe(*boots), [[0, 36, 72, 108]] * 144)
     assert [len(each) for each in ranks] == [72, 72]
-
-
-def test_hosts_may_not_have_unequal_numbers_of_ranks():
     assert group_by_machine(describe(*"abab")) == [[0, 2], [1, 3]]
     with pytest.raises(RendezvousFailed, match="host a-0 has 2 ranks and host b-0 has 1"):
         group_by_host(describe(*"aab"), [[]] * 3)
-
-
-def test_ranks_have_devices_of_one_kind():
-    with pytest.raises(RendezvousFailed, match="rank 0 has its memory on cuda and rank 2 on cpu"):
-        group_by_machine(describe(*"aab", kinds=("cuda", "cuda", "cpu")))
 
 
 @on_ranks(2, "cpu")
@@ -140,14 +132,12 @@ def test_a_failure_on_one_machine_is_reported_on_every_rank(group: weft.Group) -
     if group.rank == 3:
         stop = OSError("no more threads")
         pytest.MonkeyPatch().setattr("weft.group.membership.Liveness", Mock(side_effect=stop))
-    with pytest.raises(CreationFailed) as caught:
-        on_machines(group, *"aabb")
-    text = str(caught.value)
-    assert (
-        "connecting the ranks of one machine, [2, 3] numbered from 0, failed on rank 2 of" in text
+    text = (
+        r"connecting the ranks of one machine, \[2, 3\] numbered from 0, failed on rank 2 of.*"
+        r"rank 1 \(pid.*could not watch its peers: no more threads"
     )
-    assert "rank 1 (pid" in text
-    assert "could not watch its peers: no more threads" in text
+    with pytest.raises(CreationFailed, match=text):
+        on_machines(group, *"aabb")
 
 
 @pytest.mark.parametrize("boots", ["abab", "aaab"])
@@ -158,7 +148,7 @@ def test_a_domain_of_machines_matches_the_reference(group: weft.Group, boots: st
         assert domain.host_ranks == ((0, 1, 2, 3),)
         assert domain.local is domain
         case = Round(tokens=(5, 0, 8, 2), hidden=256, add=True)
-        with weft.AllToAll(domain, **case.sizes(8)) as a2a:
+        with case.open(domain, 8) as a2a:
             for seed in range(3):
                 play(a2a, case.next(seed=seed))
         with weft.AllReduce(domain, max_tokens=4, hidden=64) as reduce:
@@ -178,7 +168,7 @@ def test_several_domains_are_several_hosts(group: weft.Group) -> None:
         assert (whole.machines, whole.hosts, whole.local.machines) == (4, 2, 2)
         assert whole.host_ranks == ((0, 1), (2, 3))
         case = Round(tokens=(5, 0, 8, 2), hidden=256, add=True)
-        with weft.AllToAll(whole, **case.sizes(8)) as a2a:
+        with case.open(whole, 8) as a2a:
             spanning.play(a2a, case)
 
 
@@ -187,21 +177,13 @@ def test_a_death_is_named_at_once_on_every_machine(group: weft.Group) -> None:
     """Ranks 0 and 1 are on one machine, 2 on another."""
     case = Round(tokens=(5, 3, 8), experts=12, hidden=256)
     with on_machines(group, *"aab") as domain:
-        with weft.AllToAll(domain, timeout=60.0, **case.sizes(8)) as a2a:
+        with case.open(domain, 8, timeout=60.0) as a2a:
             play(a2a, case)
             domain.barrier()
             if domain.rank == 1:
                 die()
             with raises_soon(GroupError, "rank 1", 30.0) as caught:
-                wait_in_dispatch(a2a, case)
+                play(a2a, case, poison=False)
         assert caught.type in (PeerDied, PeerLeft)
         advice = "a group of 2 machines does not recover" in str(caught.value)
         assert advice == (caught.type is PeerDied)
-
-
-def wait_in_dispatch(a2a: weft.AllToAll, case: Round) -> None:
-    x, ids, weights, _ = case.inputs_of(a2a.group.rank, a2a.group.device)
-    a2a.dispatch(x, ids, weights)
-    if a2a.group.device.type == "cuda":
-        torch.cuda.synchronize()
-    a2a.check()

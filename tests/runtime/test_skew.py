@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Late ranks in every mode: 0 to 200 us before dispatch, before combine, and between.
 
-Rounds of several sizes and inputs follow one another in an order that all ranks know; what each of
-them must give is known bit by bit, so a row that a fast peer overwrote, or that a slow one had not
-yet written, is counted. On GPUs the rounds are CUDA graphs and the delays are kernels in them.
+A row that a fast peer overwrote, or that a slow one had not yet written, is counted. On GPUs the
+rounds are CUDA graphs and the delays are kernels in them.
 """
 
 from __future__ import annotations
@@ -56,16 +55,10 @@ class Step:
         x = self.x
         if kind:
             x = weft.reference.dequantize(*weft.reference.quantize(x.cpu(), kind)).to(x)
-        self.wanted = bits(
-            weft.reference.identity_round_trip(
-                x.cpu(),
-                self.ids.cpu(),
-                self.weights.cpu(),
-                a2a.placement,
-                ranks=a2a.ep_size,
-                combine_dtype=options.get("combine_dtype"),
-            )  # fmt: skip
-        ).to(self.device)
+        inputs = x.cpu(), self.ids.cpu(), self.weights.cpu(), a2a.placement
+        wire = options.get("combine_dtype")
+        wanted = weft.reference.identity_round_trip(*inputs, ranks=a2a.ep_size, combine_dtype=wire)
+        self.wanted = bits(wanted).to(self.device)
         # One rank is late, and another one later in the round.
         late = random.Random(case.seed)
         self.pauses = [late.randrange(MOST_US) for _ in range(3)]
@@ -120,22 +113,17 @@ def soak(group: weft.Group, options: dict[str, Any], rounds: int) -> int:
     """Play `rounds` rounds in an order that all ranks know; return the wrong bytes."""
     cuda = group.device.type == "cuda"
     wrong = torch.zeros((), dtype=torch.int64, device=group.device)
+    base = Round((), hidden=1024 if cuda else 128, experts=64, top_k=6)
     cases = [
-        Round(
+        base.next(
             tokens=tuple((size + r) % (size + 1) if seed else size for r in range(group.size)),
-            hidden=1024 if cuda else 128,
-            experts=64,
-            top_k=6,
             seed=10 * size + seed,
             router="random" if seed % 2 else "holes",
         )
         for size in (1, 9, 64)
         for seed in range(3)
     ]
-    a2a = weft.AllToAll(
-        group, max_tokens=64, top_k=6, num_experts=64, hidden=cases[0].hidden,
-        timeout=600.0, **options,
-    )  # fmt: skip
+    a2a = weft.AllToAll(group, **cases[0].sizes(64), timeout=600.0, **options)
     with a2a:
         steps = [Step(a2a, case, options) for case in cases]
         plays: list[Callable[[], None]] = [functools.partial(step, wrong) for step in steps]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 
 import weft
 from tests.fake_driver import Driver
+from tests.runtime.test_calls import open_kind
 from weft.cuda import driver
 from weft.errors import OutOfOrder
-from weft.moe import ExpertWeights
 from weft.runtime import stream
 
 GPU = torch.device("cuda", 0)
@@ -57,16 +56,13 @@ def test_waits_are_in_relaxed_mode(fake: Driver, monkeypatch: pytest.MonkeyPatch
     assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
-def test_a_cpu_asks_no_driver(fake: Driver) -> None:
+def test_the_mode_is_restored_after_an_error_and_a_cpu_asks_no_driver(fake: Driver) -> None:
     cpu = torch.device("cpu")
     stream.synchronize_stream(cpu)
     stream.synchronize_device(cpu)
     with driver.relaxed_capture(cpu):
-        pass
-    assert fake.log == []
+        assert fake.log == []
 
-
-def test_the_mode_is_restored_after_an_error(fake: Driver) -> None:
     def fail() -> None:
         with driver.relaxed_capture(GPU):
             assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -77,33 +73,19 @@ def test_the_mode_is_restored_after_an_error(fake: Driver) -> None:
     assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
-def unmade(local: tuple[int, ...]) -> ExpertWeights:
-    raise AssertionError("a group that cannot vote has come so far")
-
-
-EXCHANGE: dict[str, Any] = {"max_tokens": 4, "hidden": 64, "top_k": 1, "num_experts": 4}
-OPENINGS: dict[str, Callable[[Any], object]] = {
-    "AllToAll": lambda group: weft.AllToAll(group, **EXCHANGE),
-    "LowLatencyAllToAll": lambda group: weft.LowLatencyAllToAll(group, **EXCHANGE),
-    "AllReduce": lambda group: weft.AllReduce(group, max_tokens=4, hidden=64),
-    "MoE": lambda group: weft.MoE(group, weft.moe.MODELS["qwen3-30b-a3b"], unmade, max_tokens=4),
-}
-
-
-@pytest.mark.parametrize("name", OPENINGS)
+@pytest.mark.parametrize("name", ["AllToAll", "LowLatencyAllToAll", "AllReduce", "MoE"])
 def test_constructors_run_in_relaxed_mode(fake: Driver, name: str) -> None:
     """Torch allocates for them, too; their first call of the group sees the mode."""
 
     class Group(weft.Group):
         device = GPU
 
-        def __init__(self) -> None:
-            """Set nothing: the test needs no group."""
+        def __init__(self) -> None: ...
 
         def __getattr__(self, name: str) -> Any:
             raise LookupError(fake.mode)
 
     with pytest.raises(LookupError) as seen:
-        OPENINGS[name](Group())
+        open_kind(Group(), name)
     assert seen.value.args == (fake.modes.CU_STREAM_CAPTURE_MODE_RELAXED,)
     assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with different calls all detect it in that call, and none returns a wrong result."""
+"""Ranks with different calls all detect it in that call; refusals are raised by close or check.
+
+None returns a wrong result. With WEFT_DEBUG=1 every round raises its refusals.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,63 @@ import torch
 
 import weft
 from tests.ranks import on_ranks
-from tests.runtime.calls import HIDDEN, SIZES, TOKENS, call, open_kind
-from weft.errors import GeometryMismatch, GroupError, InvalidArgument
+from weft.errors import BadExpertId, GeometryMismatch, GroupError, InvalidArgument
+from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
 from weft.runtime import library
 from weft.runtime.identity import FLAG_MASK, MAX_ROUNDS, make_allreduce_record, make_dispatch_record
+
+HIDDEN, TOKENS, TOP_K, EXPERTS = 64, 4, 2, 6
+SIZES: dict[str, Any] = {
+    **{"max_tokens": TOKENS, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": HIDDEN}
+}
+CONFIG = MoEConfig(hidden=HIDDEN, intermediate=32, routing=Routing(EXPERTS, TOP_K))
+
+
+def open_kind(
+    group: weft.Group, kind: str, *, lease: bool = False, seed: int = 0, **options: Any
+) -> Any:
+    """Open an operator, or a layer of experts from a seed; kind: a class, and a layer's mode."""
+    name, _, mode = kind.partition(", ")
+    args: tuple[Any, ...] = ()
+    if name == "MoE":
+
+        def weights(local: tuple[int, ...]) -> ExpertWeights:
+            experts = [Expert.seeded(CONFIG, seed + e) for e in local]
+            return ExpertWeights.stack(CONFIG, experts, group.device)
+
+        args = CONFIG, weights
+        options |= {"max_tokens": TOKENS} | ({"mode": mode} if mode else {})
+    elif name == "AllReduce":
+        options |= {"max_tokens": TOKENS, "hidden": HIDDEN}
+    else:
+        options |= SIZES | ({"quantize": None} if name == "LowLatencyAllToAll" else {})
+    cls = getattr(weft, name)
+    return weft.lease(group, cls, *args, **options) if lease else cls(group, *args, **options)
+
+
+def call(
+    op: Any,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    factor: int = 1,
+    rows: int | None = None,
+    eps: float = 1e-6,
+) -> Any:
+    """Run one round or sum; experts of an exchange multiply their rows by `factor`."""
+    weights = torch.ones(ids.shape, device=x.device)
+    match getattr(op, "operator", op):
+        case weft.AllToAll() as a2a:
+            y = weft.reference.identity_experts(a2a.dispatch(x, ids, rows=rows), x.dtype)
+            return a2a.combine(y * factor)
+        case weft.LowLatencyAllToAll() as low:
+            got = low.dispatch(x, ids, weights)
+            return low.combine(got.x * factor, ids, weights, got.handle)
+        case weft.AllReduce() as reduce:
+            return reduce.fused(x, weight=torch.ones_like(x[0]), eps=eps).norm
+        case layer:
+            return layer(x, topk_ids=ids, topk_weights=weights, rows=rows)
+
 
 LIMITS: dict[str, Any] = {"timeout": 20.0, "first_timeout": 60.0}
 RANKS, IDS = 3, torch.tensor([[0, 3], [2, 5]])
@@ -141,3 +197,78 @@ def test_hashes_of_calls_differ():
         make_allreduce_record(7, 0, 5, "oneshot", eps=i * 1e-7, **parts).hash for i in range(3000)
     }
     assert len(words) == 3000
+
+
+ONES = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
+BAD, GOOD = torch.tensor([[0, 9], [1, 3]]), torch.tensor([[0, 2], [1, 3]])
+CHECKED = pytest.mark.parametrize(
+    ("kind", "lease"),
+    [("AllToAll", False), ("LowLatencyAllToAll", False), ("MoE", False), ("MoE", True)],
+)
+
+
+@CHECKED
+@on_ranks(2, "threads")
+def test_close_raises_pending_refusals(group: weft.Group, kind: str, lease: bool) -> None:
+    for how in ("close", "exit", "checked", "error"):
+        op = open_kind(group, kind, lease=lease)
+        call(op, ONES, BAD)
+        if how == "close":
+            with pytest.raises(BadExpertId):
+                op.close()
+        elif how == "exit":
+            with pytest.raises(BadExpertId), op:
+                pass
+        elif how == "checked":
+            with pytest.raises(BadExpertId):
+                getattr(op, "operator", op).check()
+        else:
+            with pytest.raises(KeyError), op:
+                raise KeyError("the caller's own")
+        op.close()
+    op = open_kind(group, kind, lease=lease)
+    assert torch.isfinite(call(op, ONES, GOOD)).all()
+    op.close()
+
+
+@pytest.fixture
+def debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_DEBUG", "1")
+
+
+@pytest.mark.usefixtures("debug")
+@CHECKED
+@on_ranks(2, "threads")
+def test_debug_mode_checks_every_call(group: weft.Group, kind: str, lease: bool) -> None:
+    op = open_kind(group, kind, lease=lease)
+    with pytest.raises(BadExpertId):
+        call(op, ONES, BAD)
+    group.barrier()
+    assert torch.isfinite(call(op, ONES, GOOD)).all()
+    if kind == "AllToAll":
+        received = op.dispatch(ONES, GOOD)
+        assert op.output().isnan().all()
+        kept = received.x
+        op.output().copy_(weft.reference.identity_experts(received, torch.bfloat16))
+        op.combine()
+        assert kept.isnan().all()
+    op.close()
+
+
+@pytest.mark.usefixtures("debug")
+@on_ranks(2, "threads")
+def test_debug_mode_compares_residuals(group: weft.Group) -> None:
+    with open_kind(group, "AllReduce") as op:
+        residual = torch.zeros_like(ONES)
+        op.fused(ONES, residual=residual)
+        residual[1, 3] = group.rank
+        text = f"residual of rank {1 - group.rank} .digest "
+        with pytest.raises(GeometryMismatch, match=text):
+            op.fused(ONES, residual=residual)
+
+
+@on_ranks(1, "threads")
+def test_an_invalid_weft_debug_is_refused(group: weft.Group, monkeypatch: Any) -> None:
+    monkeypatch.setenv("WEFT_DEBUG", "yes")
+    with pytest.raises(InvalidArgument, match="WEFT_DEBUG is 'yes'"):
+        weft.AllToAll(group, **SIZES)
