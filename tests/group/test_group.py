@@ -78,12 +78,12 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("errors", "kind", "text"), ERRORS)
+@pytest.mark.parametrize(("raised", "kind", "text"), ERRORS)
 @on_ranks(3, "threads")
-def test_a_vote_fails_everywhere_with_one_text_and_undoes_what_succeeded(group, errors, kind, text):
+def test_a_vote_fails_everywhere_with_one_text_and_undoes_what_succeeded(group, raised, kind, text):
     """What all ranks raise alike is raised as it is."""
     undone: list[int] = []
-    error = errors[group.rank]
+    error = raised[group.rank]
 
     def step():
         if error is not None:

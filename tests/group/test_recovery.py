@@ -20,15 +20,7 @@ import weft
 from tests.baseline import call_outcome, die
 from tests.ranks import on_ranks
 from tests.rounds import Round, play
-from weft.errors import (
-    BadExpertId,
-    CreationFailed,
-    OutOfOrder,
-    PeerTimeout,
-    RankFailed,
-    RecoveryFailed,
-    RendezvousFailed,
-)
+from weft import errors
 from weft.group import agreement
 from weft.group.agreement import Agreement
 from weft.group.meeting import Meeting
@@ -118,7 +110,7 @@ def test_remains_of_a_broken_message_are_skipped(group):
     group.barrier()
     if group.rank == 1:
         die()
-    with pytest.raises(RendezvousFailed, match=r"rank 1 \(pid "):
+    with pytest.raises(errors.RendezvousFailed, match=r"rank 1 \(pid "):
         group.all_gather("x" * 100_000)
     survive(group, [1])
 
@@ -160,7 +152,7 @@ def test_a_second_death_during_recovery_is_agreed_on_in_the_same_call(group, whe
 
 def meet_once(group):
     """Enter a barrier, after which a suspect may learn that a peer has begun to recover."""
-    with contextlib.suppress(RendezvousFailed):
+    with contextlib.suppress(errors.RendezvousFailed):
         group.barrier()
 
 
@@ -181,7 +173,7 @@ def test_a_suspect_that_waits_in_a_message_survives(group):
     if group.rank == 3:
         stop()
     if group.rank == 1:
-        with pytest.raises(RendezvousFailed, match="left its calls to recover"):
+        with pytest.raises(errors.RendezvousFailed, match="left its calls to recover"):
             group.all_gather(1, timeout=LONG)
     else:
         time.sleep(0.2)
@@ -203,7 +195,7 @@ def test_an_absent_living_rank_is_named_and_not_dropped(group):
     if group.rank == 3:
         stop()
     text = r"rank 3 \(pid .*call recover again with suspects=\[3\]"
-    with pytest.raises(RecoveryFailed, match=text):
+    with pytest.raises(errors.RecoveryFailed, match=text):
         group.recover(timeout=0.3)
     survive(group, [3], suspects=[3])
 
@@ -217,7 +209,7 @@ def test_a_suspect_that_cannot_be_killed_is_named_with_the_fix(group):
     if group.rank == 1:
         stop()
     text = rf"rank 1 \(pid {group.pid(1)}\) is suspected but alive, and this rank cannot kill it"
-    with pytest.raises(RecoveryFailed, match=text):
+    with pytest.raises(errors.RecoveryFailed, match=text):
         group.recover(suspects=[1], timeout=LONG)
     if group.rank == 0:
         os.kill(group.pid(1), signal.SIGKILL)
@@ -232,7 +224,7 @@ def test_a_rank_that_left_and_lives_is_waited_for(group):
         group.close()
         time.sleep(1.0)
         return
-    with pytest.raises(RecoveryFailed, match=r"rank 2 \(pid "):
+    with pytest.raises(errors.RecoveryFailed, match=r"rank 2 \(pid "):
         group.recover(timeout=0.2)
     survive(group, [2])
 
@@ -246,11 +238,11 @@ def test_a_rank_with_closed_descriptors_reports_no_death(group, opens):
         os.closerange(3, 1 << 16)
         while opens and os.open("/dev/zero", os.O_RDONLY) < 100:  # which poll says is readable
             pass
-        with contextlib.suppress(RecoveryFailed):
+        with contextlib.suppress(errors.RecoveryFailed):
             group.recover(timeout=LONG)
         time.sleep(LONG)
     what = "took a living rank for dead" if opens else "neither called recover nor ended"
-    with pytest.raises(RecoveryFailed, match=rf"^rank 1 \(pid \d+\) {what}") as early:
+    with pytest.raises(errors.RecoveryFailed, match=rf"^rank 1 \(pid \d+\) {what}") as early:
         group.recover(timeout=60.0 if opens else 1.0)  # rank 1 says so, or nothing
     assert "end the process, or call recover again with suspects=[1]" in str(early.value)
     survive(group, [1], suspects=[1])
@@ -268,7 +260,7 @@ def test_a_second_thread_may_not_recover(group):
             while not group._recovery._lock.locked():
                 time.sleep(0.001)
             with pytest.raises(
-                OutOfOrder, match="^two threads of rank 1 recover one group concurr"
+                errors.OutOfOrder, match="^two threads of rank 1 recover one group concurr"
             ):
                 group.recover(suspects=[0, 2, 3], timeout=LONG)
             may_come.fill_(1)
@@ -319,14 +311,19 @@ def test_a_creation_that_was_interrupted_leaves_equal_generations(group):
     assert together(group) == 2
 
 
-MISSING = OutOfOrder("an expert is missing")
+MISSING = errors.OutOfOrder("an expert is missing")
 
 
 @pytest.mark.parametrize(
     ("fails", "error", "kind", "text"),
     [
-        ([1], ValueError("no memory"), CreationFailed, "on rank 1 of 4: ValueError: no memory"),
-        ([1, 2, 3], MISSING, OutOfOrder, "an expert is missing"),
+        (
+            [1],
+            ValueError("no memory"),
+            errors.CreationFailed,
+            "on rank 1 of 4: ValueError: no memory",
+        ),
+        ([1, 2, 3], MISSING, errors.OutOfOrder, "an expert is missing"),
     ],
 )
 @on_four(dies=[0])
@@ -364,11 +361,11 @@ def test_a_stopped_rank_is_suspected_by_those_that_timed_out_on_it(group):
         group.barrier()
         if group.rank == 2:
             stop()
-        with pytest.raises(PeerTimeout):
+        with pytest.raises(errors.PeerTimeout):
             play(exchange, case, poison=False)
         assert dict(survive(group, [2]).finished) == {"AllToAll 1": 1}
         play(exchange, case, poison=False, living=group.living)
-        with contextlib.suppress(BadExpertId):  # of the dead rank's experts
+        with contextlib.suppress(errors.BadExpertId):  # of the dead rank's experts
             exchange.check()
 
 
@@ -401,5 +398,5 @@ def all_die(group):
 
 
 def test_a_launch_without_survivors_fails():
-    with pytest.raises(RankFailed, match=r"rank \d of 4 died: .*SIGKILL"):
+    with pytest.raises(errors.RankFailed, match=r"rank \d of 4 died: .*SIGKILL"):
         launch(all_die, ranks=4, tolerate_deaths=True)

@@ -22,15 +22,7 @@ from tests.group.test_recovery import LONG, Operator, on_four, stop, together
 from tests.moe.layers import CONFIGS, Case
 from tests.ranks import on_ranks
 from tests.rounds import Round, play
-from weft.errors import (
-    CreationFailed,
-    GeometryMismatch,
-    InvalidArgument,
-    OutOfOrder,
-    PeerDied,
-    RecoveryFailed,
-    RendezvousFailed,
-)
+from weft import errors
 from weft.group.control import ControlPlane
 from weft.group.meeting import Meeting
 from weft.heap import Heap
@@ -239,9 +231,9 @@ def test_a_partly_met_process_is_admitted_by_no_rank(group, how):
     wait = {"dies": LONG, "stops": 2.0, "rank 0 gives up": 4.0 if group.rank else 1.0}[how]
     if how == "rank 0 gives up" and group.rank == 0:
         # It finds out in its recovery that none has taken the process in.
-        expected: Any = RecoveryFailed, "neither called recover nor ended"
+        expected: Any = errors.RecoveryFailed, "neither called recover nor ended"
     else:
-        expected = RendezvousFailed, r"rank 3 \(pid |another survivor did not connect"
+        expected = errors.RendezvousFailed, r"rank 3 \(pid |another survivor did not connect"
     with pytest.raises(expected[0], match=expected[1]):
         group.replace(meeting, timeout=wait)
     end_well(process, -9)
@@ -267,7 +259,7 @@ def test_a_survivor_that_times_out_still_admits_the_process(group):
     if group.rank > 0:
         group._recovery._admit_newcomers = late
     start_may_take_long()
-    kind = RendezvousFailed if group.rank else RecoveryFailed
+    kind = errors.RendezvousFailed if group.rank else errors.RecoveryFailed
     text = "rank 0 gave up waiting" if group.rank else "neither called recover"
     with pytest.raises(kind, match=text):
         group.replace(meeting, timeout=LONG if group.rank else 1.0)
@@ -301,7 +293,7 @@ def test_an_interrupted_survivor_continues_without_a_leak(group, where):
         place: Any = operator if where == "quiesce" else group._messages.control
         patch.setattr(place, where, interrupts(getattr(place, where)))
     start_may_take_long()
-    with pytest.raises(Interrupted if group.rank == 1 else RendezvousFailed):
+    with pytest.raises(Interrupted if group.rank == 1 else errors.RendezvousFailed):
         group.replace(meeting, timeout=2.0)
     patch.undo()
     end_well(process, -9)
@@ -319,7 +311,9 @@ def test_a_replacement_with_other_operators_is_refused_with_both_values(group):
     heap = Heap.create(group, 4096)
     lose(group, 1)
     meeting, process = begin(group, of_other_sizes, 1)
-    with pytest.raises(GeometryMismatch, match="rank 0 has size=4096 and rank 1 has size=8192"):
+    with pytest.raises(
+        errors.GeometryMismatch, match="rank 0 has size=4096 and rank 1 has size=8192"
+    ):
         group.replace(meeting, timeout=LONG)
     end_well(process)
     heap.close()
@@ -348,7 +342,7 @@ def test_a_death_in_the_meeting_is_reported_despite_a_forked_child(group, tmp_pa
         if victim == 0:
             time.sleep(LONG)
     text = rf"^rank {victim} \(pid \d+\) died before all ranks had connected$"
-    with raises_soon(RendezvousFailed, text, 30.0):
+    with raises_soon(errors.RendezvousFailed, text, 30.0):
         group.replace(meeting, timeout=60.0)
     recover(group, *dead)
     over.touch()
@@ -357,12 +351,12 @@ def test_a_death_in_the_meeting_is_reported_despite_a_forked_child(group, tmp_pa
 @on_four(dies=[3])
 def test_survivors_continue_without_a_replacement(group):
     meeting = meet_at_0(group)
-    with pytest.raises(OutOfOrder):  # all ranks live
+    with pytest.raises(errors.OutOfOrder):  # all ranks live
         group.replace(meeting)
     lose(group, 3)
-    with pytest.raises(RendezvousFailed, match="rank 3 of 4 did not connect"):
+    with pytest.raises(errors.RendezvousFailed, match="rank 3 of 4 did not connect"):
         group.replace(meeting, timeout=0.3)
-    with pytest.raises(RendezvousFailed):
+    with pytest.raises(errors.RendezvousFailed):
         group.all_gather(1)
     recover(group, 3)
     assert group.all_gather(1) == [1, 1, 1, None]
@@ -382,7 +376,7 @@ def test_only_dead_ranks_are_replaced(group):
         is_one_too_many(meeting.address, 3)
     else:
         text = r"continues without ranks \[1\], but ranks \[1, 3\] join"
-        with pytest.raises(RendezvousFailed, match=text):
+        with pytest.raises(errors.RendezvousFailed, match=text):
             group.replace(meeting, timeout=LONG)
     end_well(process)
 
@@ -471,7 +465,7 @@ def test_all_objects_work_with_a_replacement(group):
     before, objects = group.timeout, Objects(group)
     for name, (kind, elder, place, _) in PLAN.items():
         objects.make(name, kind, elder, place)
-    with pytest.raises(CreationFailed, match="rank 1"):
+    with pytest.raises(errors.CreationFailed, match="rank 1"):
         LAYER.open(group, replicas=PLACEMENTS[0], num_sms=group.rank % 2 or None)
     for name, (_, _, place, last) in PLAN.items():
         if last is None:
@@ -483,7 +477,7 @@ def test_all_objects_work_with_a_replacement(group):
     group.barrier()
     if group.rank == 2:
         die()
-    with pytest.raises((PeerDied, RendezvousFailed)):
+    with pytest.raises((errors.PeerDied, errors.RendezvousFailed)):
         objects.work()
     recover(group, 2)
     group.open_meeting()
@@ -508,5 +502,5 @@ def test_invalid_arguments_are_refused(group):
         ("timeout is -1", partial(group.enter, timeout=-1)),
         *(("size is", partial(enter_as, size=size)) for size in (0, 73, 1 << 64, 2.0, True, "2")),
     ):
-        with pytest.raises(InvalidArgument, match=text):
+        with pytest.raises(errors.InvalidArgument, match=text):
             call()

@@ -27,16 +27,8 @@ from tests.baseline import (
 from tests.headers import HEADER_BYTES
 from tests.ranks import on_ranks
 from tests.rounds import synchronize
+from weft import errors
 from weft.cuda import memory as cuda
-from weft.errors import (
-    CreationFailed,
-    GeometryMismatch,
-    HandleUnsupported,
-    InvalidArgument,
-    OutOfOrder,
-    RankFailed,
-    RendezvousFailed,
-)
 from weft.group import pages
 from weft.heap import cpu
 from weft.heap.heap import Heap
@@ -83,9 +75,9 @@ def test_views_have_the_requested_address_and_stay_inside(group):
         assert heap.tensor((32,), torch.bfloat16, offset=192).dtype is torch.bfloat16
         assert heap.tensor((256,), torch.float8_e4m3fn).numel() == 256
         assert heap.tensor((1,), torch.int64, offset=8).data_ptr() == heap.address(0) + 8
-        with pytest.raises(InvalidArgument, match="ends at byte 257, but the share has 256"):
+        with pytest.raises(errors.InvalidArgument, match="ends at byte 257, but the share has 256"):
             heap.tensor((257,), torch.uint8)
-        with pytest.raises(InvalidArgument, match=f"a header needs {HEADER_BYTES}"):
+        with pytest.raises(errors.InvalidArgument, match=f"a header needs {HEADER_BYTES}"):
             heap.header()
 
 
@@ -99,7 +91,7 @@ def test_bytes_are_written_inside_the_share_alone(group):
             (-1, b"a", "offset is -1"),
             (0, bytes(2049), "limit of 2048 per write"),  # a GPU stages them in half a page
         ):
-            with pytest.raises(InvalidArgument, match=text):
+            with pytest.raises(errors.InvalidArgument, match=text):
                 heap.write(0, offset, data)
 
 
@@ -116,7 +108,7 @@ def test_a_gpus_memory_and_mailbox(group):
     assert (int(seen[3]), page[9], heap.mailbox.host % 4096) == (7, 5, 0)
     heap.close()
     assert int(view.fill_(5).sum()) == 40
-    with pytest.raises(CreationFailed, match="CUDA_ERROR_OUT_OF_MEMORY"):
+    with pytest.raises(errors.CreationFailed, match="CUDA_ERROR_OUT_OF_MEMORY"):
         Heap.create(group, torch.cuda.mem_get_info()[1] * 2)
 
 
@@ -172,11 +164,11 @@ def test_every_access_is_inside_the_share_or_refused(group):
                     last = sum((n - 1) * step for n, step in strides)
                     end = view.data_ptr() + (last + 1) * view.element_size()
                     assert start <= view.data_ptr() < end <= start + 256
-            except InvalidArgument:
+            except errors.InvalidArgument:
                 refused += 1
             try:
                 heap.write(rank, number(), random.choice(DATA))
-            except InvalidArgument:
+            except errors.InvalidArgument:
                 refused += 1
         assert int(other.tensor((256,), torch.uint8).sum()) == 0
     assert refused > 1000
@@ -192,7 +184,7 @@ def overrun(group, rank):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_write_beyond_a_share_faults(rank):
-    with pytest.raises(RankFailed, match="rank 1 of 3 died: .*SIGSEGV"):
+    with pytest.raises(errors.RankFailed, match="rank 1 of 3 died: .*SIGSEGV"):
         launch(overrun, rank, ranks=3)
 
 
@@ -203,7 +195,7 @@ def test_a_closed_heap_refuses(group):
     heap.close()
     tensor, address = lambda: heap.tensor((1,), torch.uint8), lambda: heap.address(0)
     for call in (tensor, address, heap.header, lambda: heap.mailbox):
-        with pytest.raises(OutOfOrder, match="the heap of generation 1 is closed"):
+        with pytest.raises(errors.OutOfOrder, match="the heap of generation 1 is closed"):
             call()
 
 
@@ -244,7 +236,7 @@ def test_the_header_of_a_dead_rank_can_be_read(group):
     group.barrier()
     if group.rank == 1:
         die()
-    with pytest.raises(RendezvousFailed):
+    with pytest.raises(errors.RendezvousFailed):
         group.barrier()
     assert heap.header(1) == bytes([2]) * HEADER_BYTES
     assert heap.header() == bytes([1]) * HEADER_BYTES
@@ -339,11 +331,15 @@ FAILED = "^creating a heap failed on rank 1 of 2: InvalidArgument: "
     ("sizes", "kind", "text"),
     [
         *(
-            ([64, size], CreationFailed, f"{FAILED}size is {size!r}; it must be an integer in 1..")
+            (
+                [64, size],
+                errors.CreationFailed,
+                f"{FAILED}size is {size!r}; it must be an integer in 1..",
+            )
             for size in (0, -1, 1.5, True, None)
         ),
-        ([64, 65], GeometryMismatch, "rank 0 has size=64 and rank 1 has size=65"),
-        ([1 << 62] * 2, InvalidArgument, rf"size is {1 << 62}; .* in 1\.\.{1 << 48}"),
+        ([64, 65], errors.GeometryMismatch, "rank 0 has size=64 and rank 1 has size=65"),
+        ([1 << 62] * 2, errors.InvalidArgument, rf"size is {1 << 62}; .* in 1\.\.{1 << 48}"),
     ],
 )
 @on_ranks(2, "threads")
@@ -423,7 +419,7 @@ def test_memory_that_a_peer_could_change_is_refused(tmp_path, size, seals, text)
     shares = cpu.HostShares(0, 1, 100)
     try:
         shares.allocate()
-        with pytest.raises(HandleUnsupported, match=text):
+        with pytest.raises(errors.HandleUnsupported, match=text):
             shares.map({0: fd})
     finally:
         os.close(fd)

@@ -15,17 +15,7 @@ import weft
 from tests import rounds
 from tests.hosts.spanning import across, campaign, on_hosts, play, tamper_with_rail
 from tests.rounds import Round, bits
-from weft import reference
-from weft.errors import (
-    BadExpertId,
-    CreationFailed,
-    GeometryMismatch,
-    GroupError,
-    InvalidArgument,
-    OutOfOrder,
-    TokenOverflow,
-    WeftError,
-)
+from weft import errors, reference
 from weft.hosts.buffers import RailViews
 
 TOKENS = 8
@@ -134,12 +124,16 @@ def test_bad_ids_are_refused_where_they_were_sent(group: weft.Group) -> None:
             ([[0, 1], [1, 1]], r"^rank 0: topk_ids\[1, 1\] repeats expert 1"),
         ):
             call(x, wrong)
-            with pytest.raises(BadExpertId, match=text) if group.rank == 0 else nullcontext():
+            with (
+                pytest.raises(errors.BadExpertId, match=text) if group.rank == 0 else nullcontext()
+            ):
                 a2a.check()
         out = call(3 * x, [[0, 4], [-1, -1]])
         assert out.tolist() == ([[3.0] * 64, [0.0] * 64] if group.rank == 0 else [[6.0] * 64] * 2)
         call(3 * x, [[0, 1], [2, 3]], num_tokens=torch.tensor([9], dtype=torch.int32))
-        with pytest.raises(TokenOverflow, match=r"num_tokens on the device is 9; .* 0\.\.2 tokens"):
+        with pytest.raises(
+            errors.TokenOverflow, match=r"num_tokens on the device is 9; .* 0\.\.2 tokens"
+        ):
             a2a.check()
 
 
@@ -148,9 +142,9 @@ def test_invalid_data_of_another_host_is_attributed_to_it(group: weft.Group) -> 
     """Rank 2, on host 1, sends ids that index a table of 16 experts from either end, and counts."""
     case = Round(tokens=(3, 3, 3, 3))
     ids_of_token, counts = "topk_ids[1, 2]", "num_tokens on the device"
-    lies: list[tuple[type[WeftError], str, int]]
-    lies = [(BadExpertId, ids_of_token, wrong) for wrong in (16, -2, 1 << 30, -(1 << 31))]
-    lies += [(TokenOverflow, counts, wrong) for wrong in (-1, 1 << 30)]
+    lies: list[tuple[type[errors.WeftError], str, int]]
+    lies = [(errors.BadExpertId, ids_of_token, wrong) for wrong in (16, -2, 1 << 30, -(1 << 31))]
+    lies += [(errors.TokenOverflow, counts, wrong) for wrong in (-1, 1 << 30)]
     with case.open(group, 3) as a2a:
         play(a2a, case)
         for seed, (kind, what, wrong) in enumerate(lies):
@@ -183,7 +177,7 @@ def late(group: weft.Group) -> str:
         if group.rank == 0:
             time.sleep(6.0)
             return "slept"
-        with pytest.raises(GroupError) as raised:
+        with pytest.raises(errors.GroupError) as raised:
             play(a2a, case)
         return f"{type(raised.value).__name__}: {raised.value}"
 
@@ -201,28 +195,28 @@ def test_a_rail_failure_reaches_all_ranks_of_a_host(ranks):
 def test_several_hosts_refuse_what_one_host_refuses(group: weft.Group) -> None:
     case = Round(tokens=(2, 2, 2, 2))
     wrong = {"expert_map": list(range(16))} if group.rank == 3 else {}
-    kind: type[WeftError]
+    kind: type[errors.WeftError]
     for kind, text, options in (
-        (InvalidArgument, "top_k is 17, but the layer has 16 experts", {"top_k": 17}),
-        (GeometryMismatch, "rank 2 has max_tokens=9", {"max_tokens": TOKENS + group.host}),
-        (CreationFailed, r"failed on rank 3 of 4: InvalidArgument: expert_map", wrong),
+        (errors.InvalidArgument, "top_k is 17, but the layer has 16 experts", {"top_k": 17}),
+        (errors.GeometryMismatch, "rank 2 has max_tokens=9", {"max_tokens": TOKENS + group.host}),
+        (errors.CreationFailed, r"failed on rank 3 of 4: InvalidArgument: expert_map", wrong),
     ):
         with pytest.raises(kind, match=text):
             weft.AllToAll(group, **case.sizes(TOKENS) | options)
     x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     a2a, many = case.open(group, TOKENS), [t.repeat(5, 1) for t in (x, ids)]
-    calls: tuple[tuple[type[WeftError], str, Any], ...] = (
-        (TokenOverflow, "exceed max_tokens=8", lambda: a2a.dispatch(*many)),
-        (OutOfOrder, "", a2a.combine),
-        (InvalidArgument, "rows is 9", lambda: a2a.dispatch(x, ids, weights, rows=9)),
-        (InvalidArgument, r"group\.local", lambda: group.exchange_fds(0)),
+    calls: tuple[tuple[type[errors.WeftError], str, Any], ...] = (
+        (errors.TokenOverflow, "exceed max_tokens=8", lambda: a2a.dispatch(*many)),
+        (errors.OutOfOrder, "", a2a.combine),
+        (errors.InvalidArgument, "rows is 9", lambda: a2a.dispatch(x, ids, weights, rows=9)),
+        (errors.InvalidArgument, r"group\.local", lambda: group.exchange_fds(0)),
     )
     for kind, text, call in calls:
         with pytest.raises(kind, match=text):
             call()
     play(a2a, case)  # nothing of it was sent
     a2a.close()
-    with pytest.raises(OutOfOrder, match="closed"):
+    with pytest.raises(errors.OutOfOrder, match="closed"):
         a2a.dispatch(x, ids, weights)
 
 

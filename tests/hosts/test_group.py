@@ -19,16 +19,9 @@ from tests.baseline import die, raises_soon
 from tests.hosts.spanning import across, on_hosts, play
 from tests.ranks import on_ranks
 from tests.rounds import Round
+from weft import errors
 from weft.compat.deep_ep import Buffer
 from weft.compat.ranks import lease_group
-from weft.errors import (
-    CreationFailed,
-    GroupError,
-    InvalidArgument,
-    OutOfOrder,
-    RailFailed,
-    RendezvousFailed,
-)
 from weft.reference import identity_experts
 
 CASE = Round(tokens=(5, 0, 8, 2))
@@ -49,7 +42,7 @@ def test_an_all_reduce_and_a_recovery_are_of_one_host(group: weft.Group) -> None
         (apart, group.local.recover),
         (apart, lambda: group.local.replace(meeting)),
     ):
-        with pytest.raises(InvalidArgument, match=text):
+        with pytest.raises(errors.InvalidArgument, match=text):
             call()
     weft.AllReduce(group.local, max_tokens=4, hidden=64).close()
 
@@ -57,12 +50,14 @@ def test_an_all_reduce_and_a_recovery_are_of_one_host(group: weft.Group) -> None
 @across(2)
 def test_an_operator_is_made_on_all_hosts_or_on_none(group: weft.Group) -> None:
     options = {"num_sms": 3} if group.rank == 2 else {}
-    with pytest.raises(CreationFailed, match="rank 2 of 4: InvalidArgument: num_sms is 3 on a CPU"):
+    with pytest.raises(
+        errors.CreationFailed, match="rank 2 of 4: InvalidArgument: num_sms is 3 on a CPU"
+    ):
         weft.AllToAll(group, **CASE.sizes(8), **options)  # type: ignore[arg-type]
     with CASE.open(group, 8) as a2a:  # as if nothing had been
         play(a2a, CASE)
         assert not [m for m in gc.get_referrers(a2a) if isinstance(m, weft.AllToAll)]
-    with pytest.raises(OutOfOrder, match="closed"):
+    with pytest.raises(errors.OutOfOrder, match="closed"):
         a2a.check()
 
 
@@ -71,9 +66,9 @@ def other_rows(group: weft.Group) -> str:
     case = Round(tokens=(2, 2))
     x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     with case.open(group, 8, timeout=9.0, first_timeout=1.0) as a2a:
-        with pytest.raises(RailFailed) as caught:
+        with pytest.raises(errors.RailFailed) as caught:
             a2a.dispatch(x, ids, weights, rows=4 + group.host)
-        with pytest.raises(RailFailed):
+        with pytest.raises(errors.RailFailed):
             a2a.dispatch(x, ids, weights)
     return str(caught.value)
 
@@ -107,7 +102,7 @@ def test_only_the_stalled_rank_is_named(group, size, hosts, culprit, before):
     with case.open(group, 8, timeout=1.0) as a2a:
         play(a2a, case)
         group.barrier()
-        with pytest.raises(GroupError) as caught:
+        with pytest.raises(errors.GroupError) as caught:
             slow_round(a2a, before if group.rank == culprit else "")
     if group.rank != culprit:
         text = str(caught.value)
@@ -126,7 +121,7 @@ def test_an_abort_reaches_ranks_of_other_hosts_at_once(group: weft.Group) -> Non
         if group.rank == 0:  # the others wait for it
             time.sleep(0.5)
             a2a.abort()
-        with raises_soon(GroupError, r"abort\(\)", 30.0) as caught:
+        with raises_soon(errors.GroupError, r"abort\(\)", 30.0) as caught:
             play(a2a, EVEN)
         assert caught.type.__name__ in ("Aborted", "RailFailed", "PeerLeft")
 
@@ -150,7 +145,7 @@ def left_waiting(group: weft.Group, how: str, over: Path) -> str:
                 wait()
                 os._exit(0)
             die()
-        with raises_soon(GroupError, "", 30.0) as caught:
+        with raises_soon(errors.GroupError, "", 30.0) as caught:
             play(a2a, EVEN)
         time.sleep(3.0)  # rank 0 serves the store in which the others look for the cause
         over.touch()
@@ -183,7 +178,7 @@ def leave_with_an_error(group: weft.Group) -> None:
 def test_later_groups_of_the_same_hosts_use_the_same_process_groups(group: weft.Group) -> None:
     first, *same = [on_hosts(group, 2, count_groups) for _ in range(3)]
     assert same == [first, first]
-    with contextlib.suppress(ZeroDivisionError, RendezvousFailed):
+    with contextlib.suppress(ZeroDivisionError, errors.RendezvousFailed):
         on_hosts(group, 2, leave_with_an_error)
     fresh = on_hosts(group, 2, count_groups)
     assert fresh == first + 2, "a rail that was broken is not used again"

@@ -20,14 +20,7 @@ from tests.baseline import die, raises_soon
 from tests.hosts import spanning
 from tests.ranks import on_ranks
 from tests.rounds import Round, play
-from weft.errors import (
-    CreationFailed,
-    GroupError,
-    InvalidArgument,
-    PeerDied,
-    PeerLeft,
-    RendezvousFailed,
-)
+from weft import errors
 from weft.group import hosts
 from weft.group.hosts import group_by_host, group_by_machine
 from weft.group.torch_groups import TorchControl
@@ -79,7 +72,7 @@ def test_domains_have_a_maximum_and_hosts_equal_numbers_of_ranks():
     ranks, _ = group_by_host(describe(*boots), [[0, 36, 72, 108]] * 144)
     assert [len(each) for each in ranks] == [72, 72]
     assert group_by_machine(describe(*"abab")) == [[0, 2], [1, 3]]
-    with pytest.raises(RendezvousFailed, match="host a-0 has 2 ranks and host b-0 has 1"):
+    with pytest.raises(errors.RendezvousFailed, match="host a-0 has 2 ranks and host b-0 has 1"):
         group_by_host(describe(*"aab"), [[]] * 3)
 
 
@@ -89,7 +82,9 @@ def test_mixed_device_types_are_detected_at_once(group: weft.Group) -> None:
     whole = group.process_group()
     os.environ["WEFT_HOST"] = f"host-{group.rank}"
     device = "cuda:0" if group.rank == 0 else "cpu"
-    with raises_soon(RendezvousFailed, "on cuda and rank 1 on cpu: pass devices of one", 60.0):
+    with raises_soon(
+        errors.RendezvousFailed, "on cuda and rank 1 on cpu: pass devices of one", 60.0
+    ):
         weft.Group.from_torch(whole, device=device, timeout=600.0)
 
 
@@ -136,7 +131,7 @@ def test_a_failure_on_one_machine_is_reported_on_every_rank(group: weft.Group) -
         r"connecting the ranks of one machine, \[2, 3\] numbered from 0, failed on rank 2 of.*"
         r"rank 1 \(pid.*could not watch its peers: no more threads"
     )
-    with pytest.raises(CreationFailed, match=text):
+    with pytest.raises(errors.CreationFailed, match=text):
         on_machines(group, *"aabb")
 
 
@@ -156,9 +151,11 @@ def test_a_domain_of_machines_matches_the_reference(group: weft.Group, boots: st
             out = reduce.fused(own).out
             assert out is not None
             assert out.eq(10.0).all()
-        with pytest.raises(InvalidArgument, match="a group of 2 machines cannot recover"):
+        with pytest.raises(errors.InvalidArgument, match="a group of 2 machines cannot recover"):
             domain.recover()
-        with pytest.raises(InvalidArgument, match="it needs ranks on one machine, but they are on"):
+        with pytest.raises(
+            errors.InvalidArgument, match="it needs ranks on one machine, but they are on"
+        ):
             domain.require_one_machine("it", fix="leave it out")
 
 
@@ -182,8 +179,8 @@ def test_a_death_is_named_at_once_on_every_machine(group: weft.Group) -> None:
             domain.barrier()
             if domain.rank == 1:
                 die()
-            with raises_soon(GroupError, "rank 1", 30.0) as caught:
+            with raises_soon(errors.GroupError, "rank 1", 30.0) as caught:
                 play(a2a, case, poison=False)
-        assert caught.type in (PeerDied, PeerLeft)
+        assert caught.type in (errors.PeerDied, errors.PeerLeft)
         advice = "a group of 2 machines does not recover" in str(caught.value)
-        assert advice == (caught.type is PeerDied)
+        assert advice == (caught.type is errors.PeerDied)

@@ -13,20 +13,8 @@ from typing import Any
 import pytest
 
 import weft
+from tests import faults
 from tests.baseline import raises_soon
-from tests.faults import (
-    BEFORE_FLAG,
-    BEFORE_READ,
-    COMBINE_ENTER,
-    DELAY,
-    DISPATCH_ENTER,
-    FAULTS,
-    JITTER,
-    LIE,
-    REDUCE_ENTER,
-    STAY_AWAY,
-    plan_fault,
-)
 from tests.operators import KINDS, Kind
 from tests.patience import hurry
 from tests.ranks import on_ranks
@@ -35,7 +23,10 @@ from weft.errors import Aborted, GeometryMismatch, GroupError, PeerDied, PeerTim
 from weft.heap.header import EPOCH_MASK, ErrorRecord
 from weft.runtime.report import ABORTED, ALL_REDUCE, PEER_DIED, PEER_TIMEOUT, build_group_error
 
-EXCHANGE, REDUCE = {DISPATCH_ENTER: "dispatch", COMBINE_ENTER: "combine"}, {REDUCE_ENTER: ""}
+EXCHANGE, REDUCE = (
+    {faults.DISPATCH_ENTER: "dispatch", faults.COMBINE_ENTER: "combine"},
+    {faults.REDUCE_ENTER: ""},
+)
 # Where a rank may stay away, and the phase in which the others miss it.
 ABSENT: dict[str, tuple[Kind, dict[int, str]]] = {
     "pull": (KINDS["pull"], EXCHANGE),
@@ -56,11 +47,11 @@ def test_an_absent_rank_is_named_within_the_deadline(group: weft.Group, name: st
             op.round()
             hurry(op.made, 1.0)
             if group.rank == 1:
-                plan_fault(op.made, point, STAY_AWAY)
+                faults.plan_fault(op.made, point, faults.STAY_AWAY)
             group.barrier()
             start, text = time.monotonic(), ""
             try:
-                if group.rank == 1 and kind.name == "lowlatency" and point == DISPATCH_ENTER:
+                if group.rank == 1 and kind.name == "lowlatency" and point == faults.DISPATCH_ENTER:
                     op.begin(1.0)  # and no combine, which would wait for the others
                 else:
                     op.round()
@@ -90,10 +81,10 @@ def is_seen(rank: int, phase: str, text: str) -> bool:
 @pytest.mark.parametrize("name", ["pull", "push", "fp8", "low latency", "low latency, sender"])
 @on_ranks(4, "cpu", "cuda")
 def test_delays_at_every_point_change_no_byte(group: weft.Group, name: str) -> None:
-    with SUBJECTS[name].open(group, _defines=FAULTS) as subject:
-        for point in range(DISPATCH_ENTER, BEFORE_READ + 1):
+    with SUBJECTS[name].open(group, _defines=faults.FAULTS) as subject:
+        for point in range(faults.DISPATCH_ENTER, faults.BEFORE_READ + 1):
             if group.rank == point % group.size:
-                plan_fault(subject.made, point, JITTER, argument=400_000)
+                faults.plan_fault(subject.made, point, faults.JITTER, argument=400_000)
             subject.rounds(12, range(group.size))
 
 
@@ -106,7 +97,9 @@ def test_a_late_rank_is_waited_for_and_the_first_round_has_a_deadline(
     with kind.open(group, faults=True) as op:
         op.round()  # a GPU loads torch's kernels at their first call, which takes long
         if group.rank == 1:
-            plan_fault(op.made, next(iter(points)), DELAY, epoch=2, argument=300_000_000)
+            faults.plan_fault(
+                op.made, next(iter(points)), faults.DELAY, epoch=2, argument=300_000_000
+            )
         start = time.monotonic()
         op.round()
         assert 0.25 < time.monotonic() - start < 100.0
@@ -127,7 +120,7 @@ def test_another_geometry_is_detected_in_band(group: weft.Group, name: str) -> N
     with KINDS[name].open(group, faults=True) as op:
         op.round()
         if group.rank == 2:
-            plan_fault(op.made, BEFORE_FLAG, LIE, peer=0)
+            faults.plan_fault(op.made, faults.BEFORE_FLAG, faults.LIE, peer=0)
         text = "^rank 0, dispatch: rank 2 made a different call from this rank, which called with"
         one = pytest.raises(GeometryMismatch, match=text)
         with contextlib.suppress(GroupError) if group.rank else one:

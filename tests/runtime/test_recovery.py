@@ -15,20 +15,8 @@ import pytest
 import torch
 
 import weft
+from tests import faults
 from tests.baseline import die
-from tests.faults import (
-    AFTER_PAYLOAD,
-    AFTER_ROWS,
-    BEFORE_FLAG,
-    BEFORE_POLL,
-    BEFORE_READ,
-    BEFORE_READY,
-    BEFORE_ROWS,
-    COMBINE_ENTER,
-    DISPATCH_ENTER,
-    FAULTS,
-    REDUCE_ENTER,
-)
 from tests.operators import KINDS, Operator
 from tests.ranks import on_ranks
 from tests.recovery import Survivors, plan_death, run_until_broken
@@ -38,12 +26,12 @@ from weft.errors import Aborted, BadExpertId, PeerDied
 
 ORDER = (2, 0, 3)  # the ranks die in this order; rank 1 is left alone
 PHASES = {
-    "dispatch": (DISPATCH_ENTER, AFTER_PAYLOAD, BEFORE_FLAG),
-    "waits": (BEFORE_POLL, BEFORE_READ, BEFORE_POLL),
-    "combine": (COMBINE_ENTER, BEFORE_READY, BEFORE_READ),
-    "sum": (REDUCE_ENTER, AFTER_ROWS, BEFORE_ROWS),
-    "sum's waits": (BEFORE_ROWS,) * 3,
-    "send": (COMBINE_ENTER, AFTER_PAYLOAD, COMBINE_ENTER),
+    "dispatch": (faults.DISPATCH_ENTER, faults.AFTER_PAYLOAD, faults.BEFORE_FLAG),
+    "waits": (faults.BEFORE_POLL, faults.BEFORE_READ, faults.BEFORE_POLL),
+    "combine": (faults.COMBINE_ENTER, faults.BEFORE_READY, faults.BEFORE_READ),
+    "sum": (faults.REDUCE_ENTER, faults.AFTER_ROWS, faults.BEFORE_ROWS),
+    "sum's waits": (faults.BEFORE_ROWS,) * 3,
+    "send": (faults.COMBINE_ENTER, faults.AFTER_PAYLOAD, faults.COMBINE_ENTER),
 }
 EXCHANGES = [name for name in EMULATED if not name.startswith("all-reduce")]
 # One phase of each in the fast tier.
@@ -61,7 +49,7 @@ def lose_one_by_one(
 ) -> None:
     """Kill a rank at each point, or before a round for None; recover, and continue."""
     kind, survivors = SUBJECTS[name], Survivors(group)
-    with kind.open(group, **({} if library else {"_defines": FAULTS})) as subject:
+    with kind.open(group, **({} if library else {"_defines": faults.FAULTS})) as subject:
         if library is not None:
             kind.emulate(subject, Path(library))
         made, sums = subject.made, isinstance(subject.made, weft.AllReduce)
@@ -112,11 +100,11 @@ def test_kernels_continue_without_reading_the_dead(
 @on_ranks(3, "cpu", dies=[2])
 def test_a_sum_over_all_is_refused_when_a_rank_is_gone(group: weft.Group) -> None:
     case, survivors = Sum(tokens=5), Survivors(group)
-    with weft.AllReduce(group, max_tokens=8, hidden=256, _defines=FAULTS) as ar:
+    with weft.AllReduce(group, max_tokens=8, hidden=256, _defines=faults.FAULTS) as ar:
         play(ar, case, "twoshot")
         survivors.barrier()
         if group.rank == 2:
-            plan_death(ar, AFTER_ROWS)
+            plan_death(ar, faults.AFTER_ROWS)
         run_until_broken(lambda: play(ar, case, "twoshot"))
         survivors.lose(2)
         x = torch.ones((3, 256), dtype=torch.bfloat16)
