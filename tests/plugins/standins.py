@@ -73,16 +73,16 @@ def bind_standin(root: Any, target: str, parameters: str | None) -> None:
         get_unbound_function(getattr(owner, name)).__signature__ = signature_of(parameters)
 
 
-def install_standin(engine: str, release: str) -> None:
+def install_standin(engine: str, release: str) -> Any:
     """Make `import <engine>` load the stand-in as this release, with its package metadata."""
     if engine in sys.modules:
-        return
+        return sys.modules[engine]
     sys.path.insert(0, str(HERE / "metadata" / f"{engine}-{release}"))
     spec = importlib.util.spec_from_file_location(engine, HERE / engine / "standin.py")
     assert spec is not None
     assert spec.loader is not None
     root: Any = importlib.util.module_from_spec(spec)
-    root.RELEASE, sys.modules[engine] = release, root
+    sys.modules[engine] = root
     spec.loader.exec_module(root)
     for line in root.MODULES.strip().splitlines():
         path, *names = line.split()
@@ -90,6 +90,7 @@ def install_standin(engine: str, release: str) -> None:
             setattr(module_of(f"{engine}.{path}"), each, getattr(root, each))
     for entry, parameters in select_signatures(root.ENTRIES, release):
         bind_standin(root, entry.target, parameters)
+    return root
 
 
 def remove_standin(engine: str, module: str) -> None:

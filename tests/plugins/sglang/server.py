@@ -12,7 +12,15 @@ import torch
 from torch.nn import functional
 
 import weft
-from tests.plugins.standins import clamped_swiglu, drawn, install_standin, remove_standin
+from tests.plugins.standins import (
+    clamped_swiglu,
+    drawn,
+    install_standin,
+    launch_each,
+    max_relative_difference,
+    remove_standin,
+)
+from weft.plugins.sglang import allreduce, engine, register
 
 BLOCKS = {
     "qwen3": "Qwen3MoeSparseMoeBlock",
@@ -23,23 +31,38 @@ BLOCKS = {
     "deepseek": "DeepseekV2MoE",
     "nextn": "draft_block",
 }
-OLDER, NEWER = "0.5.17", "0.5.23"
+RELEASE = "0.5.23"
 
 
-def enter(release: str = OLDER) -> None:
+def enter() -> Any:
     """Let `import sglang` find the stand-in, and load weft's plug-in as SGLang does."""
-    install_standin("sglang", release)
-    from weft.plugins.sglang import register
+    standin = install_standin("sglang", RELEASE)
+    standin.load_plugins(register)
+    return standin
 
-    importlib.import_module("sglang").load_plugins(register)
+
+def sglang() -> Any:
+    """Return the stand-in."""
+    return importlib.import_module("sglang")
 
 
 def leave() -> None:
     """Close what weft built, and remove the stand-in."""
-    import weft.plugins.sglang
-
-    weft.plugins.sglang.engine.close()
+    allreduce.close()
+    engine.close()
     remove_standin("sglang", "dispatcher")
+
+
+def run_case(group: weft.Group, body: Any, *args: Any) -> Any:
+    try:
+        return body(group, *args)
+    finally:
+        leave()
+
+
+def launch_cases(ranks: Any, count: int, *calls: tuple[Any, ...]) -> list[list[Any]]:
+    """Run several (body, *args), each with a stand-in of its own, in one launch."""
+    return launch_each(ranks, count, *((run_case, *call) for call in calls))
 
 
 class Server:
@@ -53,14 +76,12 @@ class Server:
         layers: int = 2,
         attention_ranks: int = 1,
         redundant: int = 0,
-        release: str = OLDER,
         form: str = "block",
         flags: tuple[str, ...] = ("--moe-a2a-backend", "weft"),
         **more: object,
     ) -> None:
         os.environ["WEFT_SGLANG_FORM"] = form
-        enter(release)
-        standin: Any = importlib.import_module("sglang")
+        standin = enter()
         size, state = group.size, standin.STATE
         dp = str(size // attention_ranks)
         args = standin.parse("--tp-size", str(size), "--dp-size", dp, *flags, **more)
@@ -68,7 +89,7 @@ class Server:
         state.redundant = redundant
         state.parallel = SimpleNamespace(
             **{"tp_size": size, "moe_ep_size": args.ep_size, "moe_ep_rank": group.rank},
-            **{"attn_tp_size": attention_ranks, "enable_dp_attention": args.dp_size > 1},
+            **{"attn_tp_size": attention_ranks, "attn_dp_enabled": args.dp_size > 1},
         )
         kind = getattr(standin, BLOCKS[block])
         self.batch = standin.batch
@@ -82,10 +103,12 @@ class Server:
         out: torch.Tensor = self.runner.forward(self.batch(x, counts, real))
         return out
 
+    def distance(self, x: torch.Tensor, counts: list[int], block: str, **more: Any) -> float:
+        """Return the difference between a forward pass and one process."""
+        return max_relative_difference(self.step(x, counts), alone(x, block, **more))
+
     @property
     def workspaces(self) -> list[Any]:
-        from weft.plugins.sglang import engine
-
         assert engine._blocks is not None
         return engine._blocks.list_operators()
 
@@ -101,7 +124,7 @@ def alone(
 
     real: rows from there on go to no routed expert; shift: added to the layer of the weights.
     """
-    parts: Any = importlib.import_module("sglang")
+    parts = sglang()
     scale, shared_size = 1.0, parts.INTERMEDIATE if block == "qwen_next" else 0
     if block in ("glm4", "deepseek", "nextn"):
         scale, shared_size = parts.SCALE, parts.INTERMEDIATE * (2 if block == "glm4" else 1)
@@ -120,13 +143,11 @@ def alone(
             if block == "qwen_next":
                 gate = functional.linear(x, parts.drawn((1, 64), first + 502, dtype))
                 shared = torch.sigmoid(gate) * shared
+        stacks = [parts.expert(layer + shift, each, dtype) for each in range(parts.EXPERTS)]
+        wide, narrow, *both = (torch.stack(each) for each in zip(*stacks, strict=True))
         biased: dict[str, Any] = {}
         if block == "gpt_oss":
-            both = [parts.biases(layer + shift, each) for each in range(parts.EXPERTS)]
-            wide, narrow = (torch.stack(each) for each in zip(*both, strict=True))
-            biased = {"gate_up_bias": wide, "down_bias": narrow, "gating": clamped_swiglu(0.5)}
-        both = [parts.expert(layer + shift, each, dtype) for each in range(parts.EXPERTS)]
-        wide, narrow = (torch.stack(each) for each in zip(*both, strict=True))
+            biased = {"gate_up_bias": both[0], "down_bias": both[1], "gating": clamped_swiglu(0.5)}
         routed = x, ids, weights * scale, wide, narrow
         x = x + weft.reference.moe_layer(*routed, shared=shared, **biased)
     return x

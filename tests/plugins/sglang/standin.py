@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for SGLang on CPU ranks: what weft's hooks replace, in plain arithmetic.
+"""A stand-in for SGLang 0.5.23 on CPU ranks: what weft's hooks replace, in plain arithmetic.
 
-`sglang` is this file. `tests.plugins.standins.install_standin` sets RELEASE and makes the
-submodules, with the names and signatures of the plug-in's tables; what no test calls, it makes by
-itself.
+`tests.plugins.standins.install_standin` makes the submodules by the plug-in's tables.
 """
 
 from __future__ import annotations
@@ -31,15 +29,12 @@ from tests.plugins.standins import clamped_swiglu
 from weft.plugins.sglang import allreduce, engine
 
 ENTRIES = (*engine.HOOKS, *engine.EXPECTED_API, *allreduce.HOOKS, *allreduce.EXPECTED_API)
-RELEASE = str(globals().get("RELEASE", "0.5.17"))
-NEWER = RELEASE == "0.5.23"
 # Names that the plug-in imports, or finds, without an entry in its tables.
 MODULES = """
 srt.server_args ServerArgs
 srt.plugins.hook_registry HookRegistry HookType
 srt.layers.layernorm RMSNorm
 srt.layers.moe.token_dispatcher.base BaseDispatcher
-srt.managers.scheduler_components.dp_attn MLPSyncBatchInfo
 """
 logger = logging.getLogger(__name__)
 
@@ -47,7 +42,7 @@ logger = logging.getLogger(__name__)
 # groups: GroupCoordinators of "tp", "attn", "ep" and "moe"; ways: how SGLang made each of its sums.
 STATE = SimpleNamespace(
     parallel=SimpleNamespace(
-        tp_size=1, moe_ep_size=1, moe_ep_rank=0, attn_tp_size=1, enable_dp_attention=False
+        tp_size=1, moe_ep_size=1, moe_ep_rank=0, attn_tp_size=1, attn_dp_enabled=False
     ),
     **{"backend": None, "counts": None, "real": None, "redundant": 0, "groups": {}, "ways": []},
     **{"workspaces": 0, "flashinfer": False, "dp_attention": False, "places": None},
@@ -90,14 +85,7 @@ class PhaseConfig:
     bs: list[int] | None = None
 
 
-@dataclass
-class Arg:
-    choices: list[str] | None = None
-
-
-def add_cli_args_from_dataclass(
-    parser: argparse.ArgumentParser, cls: Any, *, fields: list[str] | None = None
-) -> None:
+def add_cli_args_from_dataclass(parser: Any, cls: Any, *, fields: Any = None) -> None:
     for name, hint in get_type_hints(cls, include_extras=True).items():
         flag, choices = "--" + name.replace("_", "-"), hint.__metadata__[0].choices
         parser.add_argument(flag, choices=choices, default=getattr(cls, name, "none"))
@@ -108,8 +96,7 @@ def resolved_view(server_args: Any) -> Any:
 
 
 def _a2a_ep_size(view: Any) -> dict[str, Any]:
-    spanning = view.moe_a2a_backend in ("deepep", "flashinfer")
-    return {"ep_size": view.tp_size} if spanning else {}
+    return {"ep_size": view.tp_size} if view.moe_a2a_backend == "deepep" else {}
 
 
 def _a2a_fusion_adjustments(view: Any) -> dict[str, Any]:
@@ -117,58 +104,43 @@ def _a2a_fusion_adjustments(view: Any) -> dict[str, Any]:
 
 
 def disable_breakable_cudagraph_if_incompatible(server_args: Any) -> None:
-    known = resolved_view(server_args).moe_a2a_backend in ("none", "deepep", "flashinfer")
+    known = resolved_view(server_args).moe_a2a_backend in ("none", "deepep")
     if server_args.enable_two_batch_overlap or server_args.attn_cp_size > 1 or not known:
         server_args.cuda_graph_config.prefill.backend = "disabled"
 
 
-if NEWER:
+class ServerArgs:
+    """Fields whose annotations hold the choices as objects."""
 
-    class ServerArgs:
-        """Fields whose annotations hold the choices as objects."""
-
-        elastic_ep_backend = None
-        __annotations__ = {
-            "moe_a2a_backend": Annotated[str, Arg(["none", "deepep", "deepep_v2"])],
-            "speculative_moe_a2a_backend": Annotated[str, Arg(["none", "deepep"])],
-            "elastic_ep_backend": Annotated[str | None, Arg(["none", "mooncake", "nixl"])],
-        }
-
-else:
-    MOE_A2A_BACKEND_CHOICES = ["none", "deepep", "flashinfer"]
-
-    class ServerArgs:  # type: ignore[no-redef]
-        def _disable_breakable_cudagraph_if_incompatible(self) -> None:
-            disable_breakable_cudagraph_if_incompatible(self)
+    elastic_ep_backend = None
+    __annotations__ = {
+        "moe_a2a_backend": Annotated[str, SimpleNamespace(choices=["none", "deepep"])],
+        "speculative_moe_a2a_backend": Annotated[str, SimpleNamespace(choices=["none"])],
+        "elastic_ep_backend": Annotated[str | None, SimpleNamespace(choices=["none", "nixl"])],
+    }
 
 
 def parse(*argv: str, **more: object) -> SimpleNamespace:
     parser = argparse.ArgumentParser(exit_on_error=False)
-    if NEWER:
-        add_cli_args_from_dataclass(parser, ServerArgs)
-    else:
-        choices = MOE_A2A_BACKEND_CHOICES
-        parser.add_argument("--moe-a2a-backend", choices=choices, default="none")
+    add_cli_args_from_dataclass(parser, ServerArgs)
     for flag, default in (("tp-size", 1), ("dp-size", 1), ("chunked-prefill-size", 32)):
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--enable-single-batch-overlap", action="store_true")
     decode, prefill = PhaseConfig(Backend.FULL, 4, [1, 4]), PhaseConfig("breakable")
-    graphs = SimpleNamespace(decode=decode, prefill=prefill)
-    args = SimpleNamespace(**DEFAULTS, cuda_graph_config=graphs)
+    args = SimpleNamespace(
+        **DEFAULTS, cuda_graph_config=SimpleNamespace(decode=decode, prefill=prefill)
+    )
     vars(args).update(vars(parser.parse_args(argv)))
     args.enable_dp_attention = args.dp_size > 1
     for resolve in (_a2a_ep_size, _a2a_fusion_adjustments):
         vars(args).update(resolve(args))
     vars(args).update(more)
-    if NEWER:
-        disable_breakable_cudagraph_if_incompatible(args)
-    else:
-        ServerArgs._disable_breakable_cudagraph_if_incompatible(args)  # type: ignore[attr-defined]
+    disable_breakable_cudagraph_if_incompatible(args)
     return args
 
 
 class MoeA2ABackend(Enum):
-    NONE, DEEPEP, FLASHINFER, CUSTOMIZED = "none", "deepep", "flashinfer", "customized"
+    NONE, DEEPEP, CUSTOMIZED = "none", "deepep", "customized"
 
     @classmethod
     def _missing_(cls, value: Any) -> Any:
@@ -196,14 +168,13 @@ class Bag(SimpleNamespace):
         vars(self).update(kept)
 
 
-def initialize_moe_config(*server_args: Any) -> None:
-    (flags,) = server_args or (SimpleNamespace(**vars(STATE.exec.moe), **vars(STATE.exec.overlap)),)
-    STATE.backend = MoeA2ABackend(flags.moe_a2a_backend)
-    if flags.enable_single_batch_overlap:  # this GPU is a Hopper
+def initialize_moe_config() -> None:
+    STATE.backend = MoeA2ABackend(STATE.exec.moe.moe_a2a_backend)
+    if STATE.exec.overlap.enable_single_batch_overlap:  # this GPU is a Hopper
         raise ValueError("SBO (single batch overlap) is not supported on SM90 GPUs")
 
 
-def require_mlp_tp_gather(*server_args: Any, moe_a2a_backend: Any = None) -> bool:
+def require_mlp_tp_gather(*, moe_a2a_backend: Any = None) -> bool:
     return False
 
 
@@ -244,28 +215,22 @@ def get_global_expert_location_metadata() -> ExpertLocationMetadata:
     return places
 
 
-class ExpertLocationDispatchInfo:
-    """physical: the replica that this rank uses, by logical expert."""
-
-    def __init__(self, physical: torch.Tensor) -> None:
-        self.physical = physical
-
-    @classmethod
-    def init_new(cls, layer_id: int) -> Any:
-        if STATE.places:
-            single = STATE.places.logical_to_rank_dispatch_physical_map
-            if single is not None:
-                return cls(single[layer_id])
-            valid = STATE.places.logical_to_all_physical_map_num_valid[layer_id]
-            chosen = torch.randint(0, 65536, (8,)) % valid
-            every = STATE.places.logical_to_all_physical_map[layer_id]
-            return cls(every.gather(1, chosen[:, None])[:, 0])
-        if not STATE.redundant:
-            return None
-        physical = torch.arange(EXPERTS)
-        if STATE.parallel.moe_ep_rank % 2:  # odd ranks take the replica where there is one
-            physical[: STATE.redundant] += EXPERTS
-        return cls(physical)
+def physical_ids(layer_id: int) -> Any:
+    """Return the replica that this rank uses, by logical expert."""
+    if STATE.places:
+        single = STATE.places.logical_to_rank_dispatch_physical_map
+        if single is not None:
+            return single[layer_id]
+        valid = STATE.places.logical_to_all_physical_map_num_valid[layer_id]
+        chosen = torch.randint(0, 65536, (EXPERTS,)) % valid
+        every = STATE.places.logical_to_all_physical_map[layer_id]
+        return every.gather(1, chosen[:, None])[:, 0]
+    if not STATE.redundant:
+        return None
+    result = torch.arange(EXPERTS)
+    if STATE.parallel.moe_ep_rank % 2:  # odd ranks take the replica where there is one
+        result[: STATE.redundant] += EXPERTS
+    return result
 
 
 class EPLBManager:
@@ -288,40 +253,26 @@ class TopK(nn.Module):
         super().__init__()
         self.top_k, self.is_draft = top_k, False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward_cuda(*args, **kwargs)
+    def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> Any:
+        return self.forward_cuda(x, router_logits)
 
-    def forward_cuda(self, x: torch.Tensor, router_logits: torch.Tensor, **kwargs: Any) -> Any:
+    def forward_cuda(self, x: torch.Tensor, router_logits: torch.Tensor) -> Any:
         if not len(x):
             raise RuntimeError("invalid configuration argument: a grid of 0 blocks")
-        if NEWER:  # padding and replicas of this forward pass, which the model does not pass
-            assert not kwargs
-            real, replicas = self.routing_inputs()
-        else:
-            real, replicas = (kwargs[name] for name in GIVEN)
+        real, replicas = self.routing_inputs()
         weights, ids = router_logits.float().softmax(1).topk(self.top_k)
         if replicas is not None:
-            ids = replicas.physical[ids]
+            ids = replicas[ids]
         if real is not None:
             ids[int(real) :] = -1
         return StandardTopKOutput(weights, ids.int(), router_logits)
 
-    if NEWER:
-
-        def routing_inputs(self) -> tuple[Any, Any]:
-            info = ExpertLocationDispatchInfo
-            return STATE.real, None if self.is_draft else info.init_new(0)
+    def routing_inputs(self) -> tuple[Any, Any]:
+        return STATE.real, None if self.is_draft else physical_ids(0)
 
     def empty_topk_output(self, device: torch.device, *, layer_id: int | None = None) -> Any:
         none = torch.empty((0, self.top_k), device=device)
         return StandardTopKOutput(none, none.int(), none)
-
-
-GIVEN = ("num_token_non_padded", "expert_location_dispatch_info")
-
-
-def enable_num_token_non_padded() -> bool:
-    return bool(get_parallel().moe_ep_size > 1)
 
 
 def get_dp_global_num_tokens() -> list[int]:
@@ -339,12 +290,8 @@ def is_dp_attention_enabled() -> bool:
 FUSE_ALLREDUCE_MAX_BATCH_SIZE = 16  # 2048 in SGLang
 
 
-def apply_flashinfer_allreduce_fusion(batch_size: int) -> bool:
-    return STATE.flashinfer and 0 < batch_size <= FUSE_ALLREDUCE_MAX_BATCH_SIZE
-
-
 def flashinfer_ar_fusion_applies(batch_size: int) -> bool:
-    return apply_flashinfer_allreduce_fusion(batch_size)
+    return STATE.flashinfer and 0 < batch_size <= FUSE_ALLREDUCE_MAX_BATCH_SIZE
 
 
 def pre_initialize_workspaces(*sizes: Any) -> None:
@@ -400,8 +347,7 @@ class GroupCoordinator:
     """Sums over gloo, and records each sum's method in STATE.ways."""
 
     def __init__(self, ranks: list[int], group: dist.ProcessGroup | None) -> None:
-        self.ranks, self.world_size = ranks, len(ranks)
-        self.cpu_group = self.device_group = group
+        self.ranks, self.world_size, self.cpu_group = ranks, len(ranks), group
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         if self.world_size == 1:
@@ -414,7 +360,7 @@ class GroupCoordinator:
             return self._all_reduce_out_place(input_, method)
         STATE.ways.append("in place")
         dense = input_.contiguous()
-        dist.all_reduce(dense, group=self.device_group)
+        dist.all_reduce(dense, group=self.cpu_group)
         return input_.copy_(dense)
 
     def _can_use_flashinfer_allreduce(self, input_: torch.Tensor) -> bool:
@@ -426,7 +372,7 @@ class GroupCoordinator:
     def _all_reduce_out_place(self, input_: torch.Tensor, method: str) -> torch.Tensor:
         STATE.ways.append(method)
         out = input_.clone()
-        dist.all_reduce(out, group=self.device_group)
+        dist.all_reduce(out, group=self.cpu_group)
         return out
 
 
@@ -455,7 +401,7 @@ StandardDispatchOutput = namedtuple(
 StandardCombineInput = namedtuple("StandardCombineInput", "hidden_states")
 
 
-def create_moe_dispatcher(moe_runner_config: Any, *quant_method: Any) -> Any:
+def create_moe_dispatcher(moe_runner_config: Any, quant_method: Any) -> Any:
     if get_moe_a2a_backend().is_customized():
         raise NotImplementedError("Unsupported a2a backend: customized")
     return BaseDispatcher()
@@ -499,13 +445,7 @@ class Method:
 
 class FusedMoE(nn.Module):
     def __init__(
-        self,
-        layer_id: int,
-        params_dtype: torch.dtype,
-        scale: float | None = None,
-        *,
-        with_bias: bool = False,
-        **activation: Any,
+        self, layer_id: int, params_dtype: torch.dtype, scale: Any, with_bias: bool, **more: Any
     ) -> None:
         super().__init__()
         place = get_parallel()
@@ -516,7 +456,7 @@ class FusedMoE(nn.Module):
         self.num_local_experts = self.num_experts // self.moe_ep_size
         self.num_fused_shared_experts, self.with_bias = 0, with_bias
         self.should_fuse_routed_scaling_factor_in_topk = False
-        self.moe_runner_config = MoeRunnerConfig(layer_id, scale, **activation)
+        self.moe_runner_config = MoeRunnerConfig(layer_id, scale, **more)
         local, wide = self.num_local_experts, 2 * INTERMEDIATE
         made = {"w13_weight": torch.empty(local, wide, HIDDEN, dtype=params_dtype)}
         made["w2_weight"] = torch.empty(local, HIDDEN, INTERMEDIATE, dtype=params_dtype)
@@ -526,8 +466,7 @@ class FusedMoE(nn.Module):
         for name, tensor in made.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.quant_method = Method()
-        more = (self.quant_method,) if NEWER else ()
-        self.dispatcher = create_moe_dispatcher(self.moe_runner_config, *more)
+        self.dispatcher = create_moe_dispatcher(self.moe_runner_config, self.quant_method)
 
     def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
         return self.forward_impl(hidden_states, topk_output)
@@ -550,16 +489,11 @@ def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32)
     return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
 
 
-def expert(layer: int, number: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return gate and up, and down, of a logical expert."""
-    first = 1000 * layer + 10 * number
-    wide, narrow = (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
-    return drawn(wide, first, dtype), drawn(narrow, first + 1, dtype)
-
-
-def biases(layer: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    first = 1000 * layer + 10 * number
-    return drawn((2 * INTERMEDIATE,), first + 2), drawn((HIDDEN,), first + 3)
+def expert(layer: int, number: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return gate and up, and down, of a logical expert, and their biases."""
+    first, up = 1000 * layer + 10 * number, 2 * INTERMEDIATE
+    weights = drawn((up, HIDDEN), first, dtype), drawn((HIDDEN, INTERMEDIATE), first + 1, dtype)
+    return *weights, drawn((up,), first + 2), drawn((HIDDEN,), first + 3)
 
 
 def fill(experts: Any, seed_layer: int | None = None) -> None:
@@ -567,19 +501,15 @@ def fill(experts: Any, seed_layer: int | None = None) -> None:
     layer = experts.layer_id if seed_layer is None else seed_layer
     for local in range(experts.num_local_experts):
         number = (experts.moe_ep_rank * experts.num_local_experts + local) % EXPERTS
-        wide, narrow = expert(layer, number, experts.params_dtype)
+        wide, narrow, wide_bias, narrow_bias = expert(layer, number, experts.params_dtype)
         if experts.with_bias:
-            wide_bias, narrow_bias = biases(layer, number)
-            wide, wide_bias = in_turn(wide), in_turn(wide_bias)
+            wide, wide_bias = (
+                torch.stack(rows.chunk(2), dim=1).flatten(0, 1) for rows in (wide, wide_bias)
+            )
             experts.w13_weight_bias[local].copy_(wide_bias)
             experts.w2_weight_bias[local].copy_(narrow_bias)
         experts.w13_weight[local].copy_(wide)
         experts.w2_weight[local].copy_(narrow)
-
-
-def in_turn(rows: torch.Tensor) -> torch.Tensor:
-    """Interleave the rows of gate and up."""
-    return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
 
 def apart(rows: torch.Tensor) -> torch.Tensor:
@@ -607,7 +537,7 @@ class SharedMLP(nn.Module):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         size, (layer, dtype) = kwargs["intermediate_size"], kwargs["quant_config"]
-        whole = kwargs["parallel_group"] == "replicated" if NEWER else kwargs.get("tp_size") == 1
+        whole = kwargs["parallel_group"] == "replicated"
         assert whole or get_parallel().tp_size == 1, "a shared expert in parts needs an all-reduce"
         self.gate_up_proj: Any = nn.Linear(HIDDEN, 2 * size, bias=False, dtype=dtype)
         self.gate_up_proj.output_size = 2 * size  # as SGLang's parallel layers have it
@@ -648,11 +578,13 @@ class Block(nn.Module):
             self.router = gate
         else:
             self.gate = gate
-        self.experts = FusedMoE(layer_id, dtype, self.scale, **self.activation)
+        self.experts = FusedMoE(
+            layer_id, dtype, self.scale, bool(self.activation), **self.activation
+        )
         if self.mlp is None:
             return
         kind, name, size = self.mlp  # Qwen's block says nothing of the shared expert's group
-        more = {"parallel_group": "tp"} if NEWER and kind is not Qwen2MoeMLP else {}
+        more = {} if kind is Qwen2MoeMLP else {"parallel_group": "tp"}
         made = kind(
             **{"hidden_size": HIDDEN, "intermediate_size": size, "hidden_act": "silu"},
             **{"quant_config": (layer_id, dtype), "prefix": f"layers.{layer_id}.mlp.{name}"},
@@ -690,7 +622,7 @@ class MiniMaxM2MoE(Block):
 
 
 class GptOssSparseMoeBlock(Block):
-    activation = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 0.5, "with_bias": True}
+    activation = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 0.5}
 
 
 class DeepseekV2MoE(Block):
@@ -727,15 +659,10 @@ class ModelRunner:
         self.server_args, self.make = server_args, make
         self.model_config, self.eplb_manager = SimpleNamespace(**config), EPLBManager()
         self.device, self.gpu_id = "cpu", 0
-        if not NEWER:
-            initialize_moe_config(server_args)
-            return
         overlap = Bag(enable_single_batch_overlap=server_args.enable_single_batch_overlap)
         names = ("moe_a2a_backend", "elastic_ep_backend")
         moe = Bag(**{name: getattr(server_args, name) for name in names})
         STATE.exec = SimpleNamespace(moe=moe, overlap=overlap)
-        STATE.parallel.attn_dp_enabled = STATE.parallel.enable_dp_attention
-        STATE.parallel.enable_dp_attention = False
         initialize_moe_config()
 
     def load_model(self) -> None:
@@ -754,22 +681,6 @@ def batch(x: torch.Tensor, counts: list[int] | None, real: int | None = None) ->
 
 
 # Processes beside the model.
-
-
-class MLPSyncBatchInfo:
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-
-    def _get_fallback_tensor(self, device: Any, dtype: Any = torch.int64) -> torch.Tensor:
-        return torch.tensor([0, 0, 1], device=device, dtype=dtype)
-
-    def all_gather(self, active: torch.Tensor) -> torch.Tensor:
-        """Return the ranks' rows, 7 tokens each; the fallback for an inactive rank."""
-        fallback = self._get_fallback_tensor("cpu")
-        rows = fallback.expand(self.ranks, fallback.numel()).contiguous()
-        rows.copy_(torch.tensor([7, 7, 0]))
-        rows[active == 0] = fallback
-        return rows
 
 
 def exchange_sync_rows(global_flat: torch.Tensor, local_row: torch.Tensor, group: Any) -> None:

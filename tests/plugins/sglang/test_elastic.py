@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +16,8 @@ import pytest
 import torch
 
 import weft
-from tests.plugins.sglang.server import NEWER, Server, enter, leave
-from tests.plugins.standins import error_of, install_standin, launch_each
+from tests.plugins.sglang.server import RELEASE, Server, enter, launch_cases, leave
+from tests.plugins.standins import error_of, install_standin
 from weft.errors import PeerDied, RendezvousFailed, SetupError
 from weft.plugins.sglang import elastic
 
@@ -179,20 +178,18 @@ def test_a_second_death_also_in_the_recovery_of_the_first() -> None:
 
 def test_an_error_without_a_death_is_raised() -> None:
     """No rank is dead, so a repeated call would fail again."""
-    room, member = Room(4, {}), Member(Room(4, {}), 0)
-    room.broken, member.room = True, room
-    whole = SimpleNamespace(dead=(), living=(0, 1, 2, 3), seconds=0.0)
-    member.recover = lambda *, timeout: whole  # type: ignore[method-assign]
-    survivors = elastic.Survivors(member, lambda dead: None)  # type: ignore[arg-type]
+    group: Any = Member(Room(4, {}), 0)
+    group.room.broken = True
+    group.recover = lambda *, timeout: SimpleNamespace(dead=(), living=(0, 1, 2, 3), seconds=0.0)
+    survivors = elastic.Survivors(group, lambda dead: None)
     with pytest.raises(RendezvousFailed, match="a rank died"):
         survivors.exchange(1)
 
 
 @pytest.fixture
 def sglang() -> Iterator[Any]:
-    """Install the stand-in of 0.5.23, with weft's hooks."""
-    enter(NEWER)
-    yield importlib.import_module("sglang")
+    """Install the stand-in, with weft's hooks."""
+    yield enter()
     leave()
 
 
@@ -236,9 +233,7 @@ def test_ranks_without_a_replica_share_those_of_others(sglang: Any) -> None:
     assert places.logical_to_rank_dispatch_physical_map[0, 0] == 0
 
 
-def test_a_repeated_pass_gets_the_unchanged_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_repeated_pass_gets_the_unchanged_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, seen = SimpleNamespace(rows=3), []
 
     def run() -> str:
@@ -246,14 +241,10 @@ def test_a_repeated_pass_gets_the_unchanged_batch(
         batch.rows, batch.padded = 4, True
         return "done"
 
-    class Twice:
-        group = SimpleNamespace(device=torch.device("cpu"))
-
-        def run(self, step: Callable[[], Any]) -> Any:
-            step()
-            return step()
-
-    monkeypatch.setattr(elastic, "_survivors", Twice())
+    twice = SimpleNamespace(
+        group=SimpleNamespace(device=torch.device("cpu")), run=lambda step: (step(), step())[1]
+    )
+    monkeypatch.setattr(elastic, "_survivors", twice)
     assert elastic.run_forward(run, lambda: None, batch) == "done"
     assert seen == [{"rows": 3}, {"rows": 3}]
 
@@ -316,27 +307,24 @@ FLAGS: dict[str, Any] = {
 def replicated(group: weft.Group, **flags: Any) -> Server:
     """Serve a model whose experts have two replicas each, on ranks two apart."""
     kwargs = FLAGS | flags
-    install_standin("sglang", NEWER)
     static = kwargs["ep_dispatch_algorithm"] == "static"
     rows = (torch.arange(16) % 8).repeat(2, 1)
-    importlib.import_module("sglang").place(rows, group.size, 8, static)
-    return Server(group, "qwen3", redundant=8, release=NEWER, **kwargs)
+    install_standin("sglang", RELEASE).place(rows, group.size, 8, static)
+    return Server(group, "qwen3", redundant=8, **kwargs)
 
 
 def unfit(group: weft.Group, flags: dict[str, Any]) -> str:
-    error = error_of(functools.partial(replicated, group, **flags))
-    leave()
-    return error.removeprefix("InvalidArgument: ")
+    return error_of(functools.partial(replicated, group, **flags))
 
 
 def test_flags_that_prevent_recovery_are_refused(ranks: Any) -> None:
     """One error lists all flags as they are written; other all-to-alls would wait for the dead."""
     wrong = {"disable_overlap_schedule": False, "moe_dense_tp_size": None, "max_ep_size": 8}
     calls = [(unfit, wrong | {"ep_dispatch_algorithm": None}), (unfit, {"flags": ()})]
-    flags, backend = launch_each(ranks, 2, *calls)
-    assert {each.partition(": ")[0] for each in flags} == {
+    flags, backend = launch_cases(ranks, 2, *calls)
+    assert {each.split(": ")[1] for each in flags} == {
         "--elastic-ep-backend weft needs --disable-overlap-schedule, --moe-dense-tp-size 1, no "
         "--max-ep-size, --ep-dispatch-algorithm static or dynamic"
     }
     for error in backend:
-        assert error.startswith("--elastic-ep-backend weft needs --moe-a2a-backend weft")
+        assert "--elastic-ep-backend weft needs --moe-a2a-backend weft" in error

@@ -7,15 +7,15 @@ import argparse
 import importlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
 
-from tests.plugins.sglang.server import NEWER, OLDER, enter, leave
-from tests.plugins.standins import install_standin
+from tests.plugins.sglang.server import RELEASE, enter, leave
+from tests.plugins.standins import install_standin, module_of
 from weft.errors import InvalidArgument, OutOfOrder, SetupError
 from weft.gemm import quantize_mxfp4, unpack_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
@@ -23,34 +23,26 @@ from weft.moe import CLAMPED_SWIGLU, Gating
 from weft.plugins.blocks import Limits
 from weft.plugins.engine_api import Engine
 from weft.plugins.settings import Settings
-from weft.plugins.sglang import engine, flags, models, register
+from weft.plugins.sglang import allreduce, engine, flags, models, register
 from weft.plugins.sglang.hooks import SGLANG, check_applied, create_server_terminator
 from weft.plugins.sglang.weights import build_layer, check_experts
 
 
 @pytest.fixture
-def sglang() -> Iterator[Callable[[str], Any]]:
-    """The stand-in, without weft's hooks unless `enter` ran: `sglang("0.5.17")` imports it."""
-
-    def load(release: str) -> Any:
-        install_standin("sglang", release)
-        return importlib.import_module("sglang")
-
-    yield load
+def sglang() -> Iterator[Any]:
+    """Install the stand-in, without weft's hooks unless `enter` runs."""
+    yield install_standin("sglang", RELEASE)
     leave()
 
 
-@pytest.mark.parametrize("release", SGLANG.supported)
-def test_flags_of_weft(sglang: Callable[[str], Any], release: str) -> None:
+def test_flags_of_weft(sglang: Any) -> None:
     """The backend has a name, whole experts on each rank, and a separate shared expert.
 
     What keeps prefill out of graphs with the backends that SGLang knows does so with weft, too.
-    With DP attention all ranks know all counts, by no other backend.
     """
     for _ in range(2):  # SGLang loads plug-ins once; a second load adds no hook
-        enter(release)
-    standin, weft = sglang(release), ("--moe-a2a-backend", "weft")
-    parse, backends = standin.parse, standin.MoeA2ABackend
+        enter()
+    weft, parse, backends = ("--moe-a2a-backend", "weft"), sglang.parse, sglang.MoeA2ABackend
     args, plain = parse(*weft, "--tp-size", "4"), parse("--tp-size", "4")
     assert (args.ep_size, args.disable_shared_experts_fusion) == (4, True)
     assert (plain.ep_size, plain.disable_shared_experts_fusion) == (1, False)
@@ -58,10 +50,8 @@ def test_flags_of_weft(sglang: Callable[[str], Any], release: str) -> None:
     assert backends(None) is backends.NONE
     with pytest.raises(ValueError, match="No MoeA2ABackend member for value woof"):
         backends("woof")
-    assert {len(hooks) for hooks in standin.HookRegistry._hooks.values()} == {1}
-    assert standin.HookRegistry._patched == set(standin.HookRegistry._hooks)
-    with pytest.raises(argparse.ArgumentError, match="invalid choice: 'woof'"):
-        parse("--moe-a2a-backend", "woof")
+    assert {len(hooks) for hooks in sglang.HookRegistry._hooks.values()} == {1}
+    assert sglang.HookRegistry._patched == set(sglang.HookRegistry._hooks)
 
     def graphs(*flags: str, **more: object) -> str:
         return str(parse(*flags, **more).cuda_graph_config.prefill.backend)
@@ -71,45 +61,83 @@ def test_flags_of_weft(sglang: Callable[[str], Any], release: str) -> None:
     assert graphs(*weft, attn_cp_size=2) == "disabled"
     assert graphs(moe_a2a_backend="another") == "disabled"
 
-    state, older = standin.STATE, release == OLDER
-    asks = importlib.import_module("sglang.srt.utils.common").require_mlp_tp_gather
+    # With DP attention all ranks know all counts, by no other backend.
+    state, asks = sglang.STATE, importlib.import_module("sglang.srt.utils.common")
     for backend, dp, want in (("weft", True, True), ("weft", False, False), ("none", True, False)):
-        state.backend, state.parallel.enable_dp_attention = backend, dp and older
-        if not older:
-            state.parallel.attn_dp_enabled = dp
-        assert (asks(None) if older else asks()) is want
-    if not older:  # it may ask about a draft model's backend instead of this one's
-        assert asks(moe_a2a_backend="weft")
-        state.backend = "weft"
-        assert not asks(moe_a2a_backend="none")
+        state.backend, state.parallel.attn_dp_enabled = backend, dp
+        assert asks.require_mlp_tp_gather() is want
+    # It may ask about a draft model's backend instead of this one's.
+    assert asks.require_mlp_tp_gather(moe_a2a_backend="weft")
+    state.backend = "weft"
+    assert not asks.require_mlp_tp_gather(moe_a2a_backend="none")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_rank_reads_its_own_counts(sglang: Callable[[str], Any], ranks: int) -> None:
-    """SGLang 0.5.17 fails here without the hook."""
-    enter(OLDER)
-    info, active = sglang(OLDER).MLPSyncBatchInfo(ranks), torch.ones(ranks)
-    assert info.all_gather(active).tolist() == [[7, 7, 0]] * ranks
-    active[-1] = 0
-    assert info.all_gather(active).tolist() == [[7, 7, 0]] * (ranks - 1) + [[0, 0, 1]]
+def test_choices_that_are_no_list_are_refused(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hints = {"moe_a2a_backend": Annotated[str, SimpleNamespace(choices=("none",))]}
+    monkeypatch.setattr(sglang.ServerArgs, "__annotations__", hints)
+    with pytest.raises(SetupError, match=r"ServerArgs\.moe_a2a_backend has no list of choices"):
+        register()
+
+
+def test_parts_of_0_5_17(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs there: flags, choices, gathered counts, shared experts, and routing."""
+    args = SimpleNamespace(moe_a2a_backend="weft", enable_single_batch_overlap=True)
+    enter()
+    assert not flags.disable_overlap(lambda args: args, args).enable_single_batch_overlap
+    assert args.enable_single_batch_overlap
+    args.moe_a2a_backend = "none"
+    assert flags.disable_overlap(lambda args: args, args) is args
+    server_args = importlib.import_module("sglang.srt.server_args")
+    monkeypatch.setattr(server_args, "MOE_A2A_BACKEND_CHOICES", ["none"], raising=False)
+    assert flags.get_choice_lists() == [["none"]]
+    monkeypatch.setattr(sglang.STATE, "parallel", SimpleNamespace(enable_dp_attention=True))
+    assert flags.has_dp_attention()
+    fallback = flags.get_noncontiguous_fallback(lambda info: torch.tensor([0, 0, 1]), None)
+    rows = fallback.expand(1, 3).contiguous()  # of one rank; written over what it may not share
+    rows.copy_(torch.tensor([[7, 7, 0]]))
+    assert fallback.tolist() == [0, 0, 1]
+
+    def init(mlp: Any, tp_rank: int = 3, tp_size: int = 4, prefix: str = "") -> tuple[int, int]:
+        return tp_rank, tp_size
+
+    sglang.STATE.backend = "weft"
+    assert models.replicate_shared_expert(init, None, prefix="mlp.shared_experts") == (0, 1)
+    assert models.replicate_shared_expert(init, None, prefix="mlp") == (3, 4)
+
+    info = SimpleNamespace(init_new=lambda layer_id: f"replicas of {layer_id}")
+    owner = module_of("sglang.srt.eplb.expert_location_dispatch")
+    monkeypatch.setattr(owner, "ExpertLocationDispatchInfo", info, raising=False)
+    owner = module_of("sglang.srt.model_executor.forward_batch_info")
+    block = SimpleNamespace(layer_id=5, gate=lambda x: (x, None), topk=lambda *_, **more: more)
+    batch, x = SimpleNamespace(num_token_non_padded=6), torch.ones(1)
+    for draft, several in ((False, True), (True, False)):
+        block.is_nextn, kept = draft, lambda several=several: several
+        monkeypatch.setattr(owner, "enable_num_token_non_padded", kept, raising=False)
+        assert engine._run_router(block, x, batch) == {
+            "num_token_non_padded": 6 if several else None,  # which is stale with one rank
+            "expert_location_dispatch_info": None if draft else "replicas of 5",
+        }
+    boundary = importlib.import_module("sglang.srt.layers.layer_boundary")
+    monkeypatch.delattr(boundary, "FUSE_ALLREDUCE_MAX_BATCH_SIZE")
+    communicator = module_of("sglang.srt.layers.communicator")
+    monkeypatch.setattr(communicator, "FUSE_ALLREDUCE_MAX_BATCH_SIZE", 9, raising=False)
+    assert allreduce._read_max_fused_tokens() == 9
 
 
 def test_an_unsupported_sglang_is_refused_before_patching(
-    sglang: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One error lists all differences; the command line then knows no backend "weft"."""
-    standin = sglang(OLDER)
     layer = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
-    dispatcher = lambda moe_runner_config, quant_method: 0  # noqa: E731
-    monkeypatch.setattr(layer, "create_moe_dispatcher", dispatcher)
-    monkeypatch.delattr(standin.ModelRunner, "load_model")
-    monkeypatch.setattr(standin.FusedMoE, "__init__", lambda self: None)
+    monkeypatch.setattr(layer, "create_moe_dispatcher", lambda moe_runner_config: 0)
+    monkeypatch.delattr(sglang.ModelRunner, "load_model")
+    monkeypatch.setattr(sglang.FusedMoE, "__init__", lambda self: None)
     before = dict(vars(importlib.import_module("sglang.srt.layers.dp_attention")))
     with pytest.raises(SetupError) as raised:
         register()
     for part in (
-        "SGLang 0.5.17 does not match weft's plug-in, so nothing was patched: ",
-        "create_moe_dispatcher has parameters (moe_runner_config, quant_method), not (moe_runner_",
+        "SGLang 0.5.23 does not match weft's plug-in, so nothing was patched: ",
+        "create_moe_dispatcher has parameters (moe_runner_config), not (moe_runner_config, quant_",
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model does not exist",
         "FusedMoE.__init__ has no dispatcher, hidden_size, intermediate_size_per_partition",
         "Supported: 0.5.23, 0.5.17. Install one of them",
@@ -118,54 +146,43 @@ def test_an_unsupported_sglang_is_refused_before_patching(
     assert "version" not in str(raised.value)
     enter()
     assert "SetupError" in caplog.text
-    assert not standin.HookRegistry._hooks
+    assert not sglang.HookRegistry._hooks
     assert dict(vars(importlib.import_module("sglang.srt.layers.dp_attention"))) == before
     with pytest.raises(argparse.ArgumentError, match="invalid choice: 'weft'"):
-        standin.parse("--moe-a2a-backend", "weft")
+        sglang.parse("--moe-a2a-backend", "weft")
 
 
-def test_an_unsupported_version_is_refused(
-    sglang: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unsupported_version_is_refused(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if its names are equal; signatures are compared with those of the version."""
-    sglang(OLDER)
     monkeypatch.setattr(Engine, "get_version", lambda self: "0.5.18")
     with pytest.raises(SetupError, match="SGLang 0.5.18 .*: its version is not supported"):
         register()
-    monkeypatch.setattr(Engine, "get_version", lambda self: NEWER)
+    monkeypatch.setattr(Engine, "get_version", lambda self: "0.5.17")
     with pytest.raises(SetupError) as raised:
         register()
-    for part in (
-        "SGLang 0.5.23 does not match weft's plug-in",
-        "require_mlp_tp_gather has parameters (server_args), not (*, moe_a2a_backend=)",
-        "sglang.srt.layers.moe.topk.TopK.routing_inputs does not exist",
-    ):
-        assert part in str(raised.value)
+    assert "not match weft's plug-in" in str(raised.value)
+    assert "gather has parameters (*, moe_a2a_backend=), not (server_args)" in str(raised.value)
     assert "version" not in str(raised.value)
-    assert "MOE_A2A_BACKEND_CHOICES" not in str(raised.value)  # which 0.5.23 has not
+    assert "routing_inputs" not in str(raised.value)  # which 0.5.17 has not
     for release in ("0.5.17", "0.5.17.post1", "0.5.17+cu130"):
         assert SGLANG.match_release(release) == "0.5.17"
-    assert SGLANG.match_release("0.5.23") == "0.5.23"
     for release in ("0.5.170", "0.5.1", "10.5.17", "(unknown version)"):
         assert SGLANG.match_release(release) is None
 
 
-def test_a_wrong_setting_is_refused(
-    sglang: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_setting_is_refused(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before the choice is added, as all errors of register do."""
-    standin = sglang(OLDER)
     monkeypatch.setenv("WEFT_SGLANG_FORM", "blocks")
     with pytest.raises(InvalidArgument, match="FORM is 'blocks'; choose one of 'block'"):
         register()
-    assert "weft" not in standin.MOE_A2A_BACKEND_CHOICES
+    assert all("weft" not in choices for choices in flags.get_choice_lists())
 
 
-def test_a_hook_that_sglang_could_not_apply_is_an_error(sglang: Callable[[str], Any]) -> None:
+def test_a_hook_that_sglang_could_not_apply_is_an_error(sglang: Any) -> None:
     """SGLang only logs it, and would serve its own layers."""
     enter()
     target = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
-    sglang(OLDER).HookRegistry._patched.discard(target)
+    sglang.HookRegistry._patched.discard(target)
     with pytest.raises(SetupError, match=rf"did not apply weft's hooks on {target}: "):
         check_applied(engine.HOOKS)
 
@@ -188,17 +205,12 @@ def test_limits() -> None:
     assert Limits.from_server(64, 2048, attention_ranks=1, prefill_tokens=10) == Limits(64, 64)
 
 
-@pytest.mark.parametrize(("backend", "decode"), [("full", 32), ("breakable", 32), ("disabled", 64)])
-def test_decode_tokens_are_those_of_graphs_that_are_captured(
-    sglang: Callable[[str], Any], backend: str, decode: int
-) -> None:
+def test_decode_tokens_are_those_of_graphs_that_are_captured(sglang: Any) -> None:
     """SGLang also has sizes with --disable-cuda-graph, which are ignored."""
-    enter()
-    standin = sglang(OLDER)
-    args = standin.parse(chunked_prefill_size=128)
-    args.cuda_graph_config.decode = standin.PhaseConfig(backend, 32, [1, 32])
-    standin.STATE.parallel = SimpleNamespace(attn_tp_size=1)
-    assert flags.compute_limits(args, Settings()) == Limits(decode, 128)
+    args = sglang.parse(chunked_prefill_size=128)
+    for backend, decode in (("full", 32), ("breakable", 32), ("disabled", 64)):
+        args.cuda_graph_config.decode = sglang.PhaseConfig(backend, 32, [1, 32])
+        assert flags.compute_limits(args, Settings()) == Limits(decode, 128)
 
 
 def fused(dtype: torch.dtype = torch.bfloat16, **other: Any) -> Any:

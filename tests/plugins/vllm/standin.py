@@ -320,13 +320,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
         self.moe_kernel = FusedMoEKernel("stock", FusedMoEExperts(self.quant, self.sums))
 
     def apply(
-        self,
-        layer: Any,
-        x: torch.Tensor,
-        topk_weights: Any,
-        topk_ids: Any,
-        *args: Any,
-        **more: Any,
+        self, layer: Any, x: torch.Tensor, topk_weights: Any, topk_ids: Any, *args: Any, **more: Any
     ) -> torch.Tensor:
         return self.moe_kernel.apply(x, layer, topk_weights, topk_ids)
 
