@@ -8,17 +8,114 @@ attributes or fields that weft uses and the wheel has. Rows of wheels that are n
 
 from __future__ import annotations
 
+import ast
+import functools
 import sys
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
-from tests.plugins.sources import Function, Sources, names, parameters, version_of
 from weft.plugins.engine_api import Engine, ExpectedAPI, select_signatures
 from weft.plugins.sglang.hooks import SGLANG
 from weft.plugins.vllm.engine import VLLM
 
 TABLE = Path(__file__).with_name("names.txt")
+Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+Found = tuple[str, ast.AST] | None  # a definition, assignment or import, and its module's name
+
+
+class Sources:
+    """Modules of a folder, by dotted name."""
+
+    def __init__(self, site: Path) -> None:
+        self.site = site
+        self.module = functools.cache(self._parse)
+
+    def _parse(self, name: str) -> ast.Module | None:
+        path = self.site.joinpath(*name.split("."))
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return ast.parse(file.read_text())
+        return None
+
+    def find(self, target: str) -> ast.AST | None:
+        parts = target.split(".")
+        for length in range(len(parts) - 1, 0, -1):
+            name = ".".join(parts[:length])
+            if (module := self.module(name)) is not None:
+                result = self.bound(name, module, parts[length])
+                for part in parts[length + 1 :]:
+                    result = self.member(*result, part) if result else None
+                return result[1] if result else None
+        return None
+
+    def member(self, name: str, owner: ast.AST, wanted: str) -> Found:
+        """Return a member of a class of the module `name`, its own or inherited."""
+        if (direct := bound_in(getattr(owner, "body", []), wanted)) is not None:
+            return name, direct
+        module = self.module(name)
+        assert module is not None
+        for base in getattr(owner, "bases", []):
+            parent = self.bound(name, module, base.id) if isinstance(base, ast.Name) else None
+            if parent and (result := self.member(*parent, wanted)):
+                return result
+        return None
+
+    def bound(self, name: str, module: ast.Module, wanted: str) -> Found:
+        """Return what a module binds to a name, also by an import."""
+        if (direct := bound_in(module.body, wanted)) is not None:
+            return name, direct
+        for node in ast.walk(module):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            for alias in node.names:
+                if alias.name == "*" or wanted in (alias.asname, alias.name):
+                    source = node.module if not node.level else f"{name}.{node.module}"
+                    other = self.module(source)
+                    real = wanted if alias.name == "*" else alias.name
+                    if other not in (None, module) and (result := self.bound(source, other, real)):
+                        return result
+        return None
+
+
+def bound_in(body: list[ast.stmt], wanted: str) -> ast.AST | None:
+    """Return the statement of a body that binds a name."""
+    for node in body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if getattr(node, "name", None) == wanted or wanted in [
+            getattr(t, "id", "") for t in targets
+        ]:
+            return node
+    return None
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """List the parameters as weft.plugins.engine_api.format_signature does."""
+    inputs = function.args
+    plain = [each.arg for each in (*inputs.posonlyargs, *inputs.args)]
+    without = len(plain) - len(inputs.defaults)
+    result = [name + "=" * (place >= without) for place, name in enumerate(plain)]
+    if inputs.vararg:
+        result.append("*" + inputs.vararg.arg)
+    elif inputs.kwonlyargs:
+        result.append("*")
+    pairs = zip(inputs.kwonlyargs, inputs.kw_defaults, strict=True)
+    result += [each.arg + "=" * (default is not None) for each, default in pairs]
+    return ", ".join(result + (["**" + inputs.kwarg.arg] if inputs.kwarg else []))
+
+
+def attributes(node: ast.AST) -> set[str]:
+    """Return the attributes that a function reads or sets, or the names that a class binds."""
+    if isinstance(node, ast.ClassDef):
+        names = {getattr(getattr(each, "target", each), "id", "") for each in node.body}
+        return names | {getattr(each, "name", "") for each in node.body}
+    return {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+
+
+def version_of(site: Path, package: str) -> str:
+    """Return a wheel's version, by the name of its metadata."""
+    result = next(site.glob(f"{package}-*.dist-info"))
+    return result.name.removeprefix(f"{package}-").removesuffix(".dist-info")
 
 
 def entries_of(engine: Engine) -> list[ExpectedAPI]:
@@ -38,25 +135,14 @@ def read(site: Path, engine: Engine) -> dict[str, str]:
     """Return the rows of one wheel."""
     sources, result = Sources(site), {}
     installed = version_of(site, engine.packages[0])
-    for entry, expected in select_signatures(
-        entries_of(engine), engine.match_release(installed) or installed
-    ):
+    release = engine.match_release(installed) or installed
+    for entry, expected in select_signatures(entries_of(engine), release):
         node = sources.find(entry.target)
         if node is not None:
-            relied = expected is not None and isinstance(node, Function)
-            takes = parameters(node) if relied else None
-            result[entry.target] = row(takes, names(node) & set(entry.attributes.split()))
+            relied = expected is not None
+            takes = parameters(node) if relied and isinstance(node, Function) else None
+            result[entry.target] = row(takes, attributes(node) & set(entry.attributes.split()))
     return result
-
-
-def lines_of(versions: dict[str, dict[str, str]]) -> list[str]:
-    """Return the lines of all versions."""
-    agree: dict[tuple[str, str], list[str]] = {}
-    for target in dict.fromkeys(each for rows in versions.values() for each in rows):
-        for version, rows in versions.items():
-            if target in rows:
-                agree.setdefault((target, rows[target]), []).append(version)
-    return [f"{name} {'|'.join(which)} {text}".rstrip() for (name, text), which in agree.items()]
 
 
 def known() -> dict[str, dict[str, str]]:
@@ -70,8 +156,13 @@ def known() -> dict[str, dict[str, str]]:
 
 
 if __name__ == "__main__":
-    rows_of = known()
+    rows_of, agree = known(), dict[tuple[str, str], list[str]]()
     for site in map(Path, sys.argv[1:]):
         engine = SGLANG if (site / "sglang").is_dir() else VLLM
         rows_of[version_of(site, engine.packages[0])] = read(site, engine)
-    TABLE.write_text("\n".join(lines_of(rows_of)) + "\n")
+    for target in dict.fromkeys(each for rows in rows_of.values() for each in rows):
+        for version, rows in rows_of.items():
+            if target in rows:
+                agree.setdefault((target, rows[target]), []).append(version)
+    lines = (f"{name} {'|'.join(which)} {text}".rstrip() for (name, text), which in agree.items())
+    TABLE.write_text("\n".join(lines) + "\n")
