@@ -105,8 +105,10 @@ def remove_standin(engine: str, module: str) -> None:
         del os.environ[name]
 
 
-def run_each(group: weft.Group, calls: tuple[tuple[Any, ...], ...]) -> list[Any]:
-    """Return the results of several bodies; an error names its body."""
+def run_each(
+    group: weft.Group, calls: tuple[tuple[Any, ...], ...], leave: Callable[[], None] = int
+) -> list[Any]:
+    """Return the results of several bodies, with `leave` after each; an error names its body."""
     results = []
     for body, *args in calls:
         try:
@@ -115,12 +117,16 @@ def run_each(group: weft.Group, calls: tuple[tuple[Any, ...], ...]) -> list[Any]
         except BaseException as error:
             error.add_note(f"in {body} of {args}")
             raise
+        finally:
+            leave()
     return results
 
 
-def launch_each(ranks: Any, count: int, *calls: tuple[Any, ...]) -> list[list[Any]]:
+def launch_each(
+    leave: Callable[[], None], ranks: Any, count: int, *calls: tuple[Any, ...]
+) -> list[list[Any]]:
     """Run several (body, *args) in one launch; return the ranks' results of each."""
-    return [list(each) for each in zip(*ranks(count, "cpu")(run_each, calls), strict=True)]
+    return [list(each) for each in zip(*ranks(count, "cpu")(run_each, calls, leave), strict=True)]
 
 
 class Kept(logging.Handler):

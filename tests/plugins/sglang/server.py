@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from types import SimpleNamespace
@@ -53,16 +54,7 @@ def leave() -> None:
     remove_standin("sglang", "dispatcher")
 
 
-def run_case(group: weft.Group, body: Any, *args: Any) -> Any:
-    try:
-        return body(group, *args)
-    finally:
-        leave()
-
-
-def launch_cases(ranks: Any, count: int, *calls: tuple[Any, ...]) -> list[list[Any]]:
-    """Run several (body, *args), each with a stand-in of its own, in one launch."""
-    return launch_each(ranks, count, *((run_case, *call) for call in calls))
+launch_cases = functools.partial(launch_each, leave)
 
 
 class Server:

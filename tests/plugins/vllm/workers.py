@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,14 @@ from typing import Any
 import torch
 
 import weft
-from tests.plugins.standins import drawn, install_standin, remove_standin
+from tests.plugins.standins import (
+    drawn,
+    install_standin,
+    launch_each,
+    max_relative_difference,
+    remove_standin,
+)
+from weft.plugins.vllm import engine, register
 
 RELEASE = "0.32.0"
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 3, 128, 128
@@ -22,17 +30,16 @@ def enter(form: str, **environment: str) -> None:
     install_standin("vllm", RELEASE)
     os.environ["WEFT_VLLM"] = form
     os.environ |= {f"WEFT_VLLM_{name}": value for name, value in environment.items()}
-    from weft.plugins.vllm import register
-
     register()
 
 
 def leave() -> None:
     """Close what weft built, and remove the stand-in."""
-    from weft.plugins.vllm import engine
-
     engine.close()
     remove_standin("vllm", "layers")
+
+
+launch_cases = functools.partial(launch_each, leave)
 
 
 def parallel(rank: int, size: int, **other: Any) -> Any:
@@ -136,6 +143,12 @@ class Worker:
             for layer, runner in enumerate(self.runners):
                 x = x + runner._apply_quant_method(x, logits(x, self.gates[layer]))
         return x
+
+    def distance(
+        self, x: torch.Tensor, sizes: list[int] | None, *, layers: int = 2, shift: int = 0
+    ) -> float:
+        """Return the difference between a forward pass and one process."""
+        return max_relative_difference(self.step(x, sizes), alone(x, layers=layers, shift=shift))
 
 
 class Router:
