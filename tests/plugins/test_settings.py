@@ -3,47 +3,38 @@
 
 from __future__ import annotations
 
+import importlib
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
-import weft.plugins.sglang
-import weft.plugins.vllm
 from weft.errors import InvalidArgument
 from weft.plugins.settings import Settings
 
 
-@pytest.mark.parametrize(
-    ("group", "register"),
-    [
-        ("sglang.srt.plugins", weft.plugins.sglang.register),
-        ("vllm.general_plugins", weft.plugins.vllm.register),
-    ],
-)
-def test_the_entry_point_names_register(group: str, register: object) -> None:
+def test_entry_points_name_register() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert EntryPoint("weft", project["entry-points"][group]["weft"], group).load() is register
+    for engine, group in (("sglang", "sglang.srt.plugins"), ("vllm", "vllm.general_plugins")):
+        point = EntryPoint("weft", project["entry-points"][group]["weft"], group)
+        assert point.load() is importlib.import_module(f"weft.plugins.{engine}").register
 
 
-@pytest.mark.parametrize(
-    ("engine", "variable", "form", "plain"),
-    [
-        ("SGLANG", "WEFT_SGLANG_FORM", "dispatcher", Settings()),
-        ("VLLM", "WEFT_VLLM", "exchange", Settings(form="")),
-    ],
-)
-def test_settings(engine: str, variable: str, form: str, plain: Settings) -> None:
-    assert (plain.decode, plain.combine_dtype) == ("low_latency", None)
-    assert Settings.read(engine, {"HOME": "/"}) == plain
+def test_settings() -> None:
     values = {
         **{"DECODE": "auto", "OVERLAP": " none ", "COMBINE_DTYPE": "fp8"},
         **{"PREFILL_TOKENS": "2048", "TIMEOUT": "12.5", "ALLREDUCE": "1"},
     }
-    want = Settings(form, "auto", "none", "fp8", 2048, 12.5, allreduce=True)
-    inputs = {f"WEFT_{engine}_{name}": value for name, value in values.items()}
-    assert Settings.read(engine, inputs | {variable: form}) == want
+    for engine, variable, form, plain in (
+        ("SGLANG", "WEFT_SGLANG_FORM", "dispatcher", Settings()),
+        ("VLLM", "WEFT_VLLM", "exchange", Settings(form="")),
+    ):
+        assert (plain.decode, plain.combine_dtype) == ("low_latency", None)
+        assert Settings.read(engine, {"HOME": "/"}) == plain
+        inputs = {f"WEFT_{engine}_{name}": value for name, value in values.items()}
+        want = Settings(form, "auto", "none", "fp8", 2048, 12.5, allreduce=True)
+        assert Settings.read(engine, inputs | {variable: form}) == want
 
 
 @pytest.mark.parametrize(

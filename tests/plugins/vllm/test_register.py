@@ -50,23 +50,20 @@ def test_layers_are_registered_once_and_where_weft_is_on() -> None:
     assert experts.intermediate_size_per_partition == 128  # the stock method rounds it up
 
 
-@pytest.mark.parametrize(
-    "kind", ["GptOssRoutedExperts", "TransformersRoutedExperts", "DbrxExperts"]
-)
-def test_layers_that_models_derive_are_wefts_too(kind: str) -> None:
+def test_layers_that_models_derive_are_wefts_too() -> None:
     """vLLM's registry looks up a class's own name: without an entry the stock class would run."""
     enter("block")
-    stock = of_vllm(kind)
-    experts = stock("experts", config_of())
-    assert type(experts).__name__ == f"Weft{kind}"
-    assert isinstance(experts, stock)
-    assert type(experts.quant_method).__name__ == "UnquantizedFusedMoEMethod"
-    with pytest.raises(InvalidArgument, match="apply_router_weight_on_input is True"):
-        stock("experts", config_of(), on_input=True)
+    for kind in ("GptOssRoutedExperts", "TransformersRoutedExperts", "DbrxExperts"):
+        stock = of_vllm(kind)
+        experts = stock("experts", config_of())
+        assert type(experts).__name__ == f"Weft{kind}"
+        assert isinstance(experts, stock)
+        assert type(experts.quant_method).__name__ == "UnquantizedFusedMoEMethod"
+        with pytest.raises(InvalidArgument, match="apply_router_weight_on_input is True"):
+            stock("experts", config_of(), on_input=True)
 
 
-@pytest.mark.parametrize("form", ["block", "exchange"])
-def test_experts_that_are_constants_are_refused(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+def test_experts_that_are_constants_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.33 has a separate layer for them, which would run without weft."""
 
     class SubstitutedRoutedExperts(of_vllm("RoutedExperts")):  # type: ignore[misc]
@@ -74,9 +71,8 @@ def test_experts_that_are_constants_are_refused(monkeypatch: pytest.MonkeyPatch,
             super().__init__(*args, **kwargs)
 
     monkeypatch.setattr(engine, "find_derived_classes", lambda: [SubstitutedRoutedExperts])
-    enter(form)
-    text = "experts of layer: the checkpoint replaces some by c"
-    with pytest.raises(InvalidArgument, match=text):
+    enter("exchange")
+    with pytest.raises(InvalidArgument, match="layer: the checkpoint replaces some by c"):
         SubstitutedRoutedExperts("layer", config_of(), expert_substitution=object())
 
 
@@ -102,28 +98,28 @@ def test_an_unsupported_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_layer_of_another_plug_in_is_refused() -> None:
     """vLLM accepts one such layer, and would fail with an assertion."""
-    of_vllm("op_registry_oot")["RoutedExperts"] = type(
-        "Other", (), {"__module__": "another.plugin"}
-    )
+    other = type("Other", (), {"__module__": "another.plugin"})
+    of_vllm("op_registry_oot")["RoutedExperts"] = other
     with pytest.raises(SetupError, match=r"another\.plugin\.Other is registered as vLLM's Routed"):
         enter("block")
 
 
 def test_limits() -> None:
     """The limit is the largest graph, or the largest batch, split over sequence-parallel ranks."""
-    compute_limits = engine.compute_limits
     config = of_vllm("VllmConfig")()
-    assert compute_limits(config, parallel(0, 2), prefill_tokens=None) == Limits(4, 32)
+
+    def limits(prefill_tokens: int | None = None, **more: int) -> Limits:
+        return engine.compute_limits(config, parallel(0, 2, **more), prefill_tokens=prefill_tokens)
+
+    assert limits() == Limits(4, 32)
     config.compilation_config.max_cudagraph_capture_size = 512
     config.scheduler_config.max_num_batched_tokens = 8192
-    assert compute_limits(config, parallel(0, 2), prefill_tokens=None) == Limits(512, 4096)
-    assert compute_limits(
-        config, parallel(0, 4, dp_size=2, sp_size=2), prefill_tokens=None
-    ) == Limits(256, 4096)
-    assert compute_limits(config, parallel(0, 2), prefill_tokens=1000) == Limits(512, 1000)
+    assert limits() == Limits(512, 4096)
+    assert limits(sp_size=2) == Limits(256, 4096)
+    assert limits(1000) == Limits(512, 1000)
 
 
-FLAGS: list[tuple[str, Any, str]] = [
+FLAGS = [
     ("all2all_backend", "deepep_low_latency", "--all2all-backend is deepep_low_late"),
     ("expert_placement_strategy", "round_robin", "strategy is round_robin; weft supports"),
     ("enable_dbo", True, "--enable-dbo is not supported: remove it"),
@@ -137,72 +133,53 @@ FLAGS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize("form", ["block", "exchange"])
-@pytest.mark.parametrize(("field", "value", "text"), FLAGS, ids=[flag[0] for flag in FLAGS])
-def test_unsupported_flags_are_refused(
-    monkeypatch: pytest.MonkeyPatch, field: str, value: Any, text: str, form: str
-) -> None:
+def test_unsupported_flags_are_refused(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """The first layer raises, before weights are loaded."""
     enter(form)
     config = of_vllm("CURRENT")
-    owners = (config.parallel_config, config.model_config, config)
-    monkeypatch.setattr(next(each for each in owners if hasattr(each, field)), field, value)
-    with pytest.raises(InvalidArgument, match=f"does not support vLLM with these flags: .*{text}"):
-        layer(config_of())
+    for field, value, text in FLAGS:
+        owners = (config.parallel_config, config.model_config, config)
+        owner = next(each for each in owners if hasattr(each, field))
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, field, value)
+            with pytest.raises(InvalidArgument, match=f"vLLM with these flags: .*{text}"):
+                layer(config_of())
 
 
-@pytest.mark.parametrize(
-    ("more", "text"),
-    [
-        ({"use_ep": False, "ep_size": 1}, "ranks have parts of every expert: add --enable-e"),
-        ({"dp_size": 1}, "add --data-parallel-size, or use WEFT_VLLM_ALLREDUCE=1 alone"),
-        ({"ep_size": 4}, "remove --tensor-parallel-size"),
-    ],
-)
-def test_unsupported_ranks_are_refused(more: dict[str, Any], text: str) -> None:
-    """Such ranks have no tokens of their own, or no whole experts."""
+RANKS = [  # such ranks have no tokens of their own, or no whole experts
+    ({"use_ep": False, "ep_size": 1}, "ranks have parts of every expert: add --enable-e"),
+    ({"dp_size": 1}, "add --data-parallel-size, or use WEFT_VLLM_ALLREDUCE=1 alone"),
+    ({"ep_size": 4}, "remove --tensor-parallel-size"),
+]
+UNINTERLEAVED = SimpleNamespace(value="swigluoai_uninterleave")
+EXPERTS = [  # vLLM's own experts may do all of it
+    ({"activation": SimpleNamespace(value="gelu")}, {}, "activation is 'gelu'"),
+    ({"is_act_and_mul": False}, {}, "activation is 'silu' with limit, alpha and"),
+    ({"activation": UNINTERLEAVED}, {},
+     r"activation is 'swigluoai_uninterleave' with limit, alpha and beta \(None, None, N"),
+    ({}, {"on_input": True}, "apply_router_weight_on_input is True"),
+]  # fmt: skip
+
+
+def test_unsupported_ranks_and_experts_are_refused() -> None:
+    """Form block refuses experts of other arithmetic and methods; other layouts by shape."""
     enter("block")
-    with pytest.raises(InvalidArgument, match=text):
-        layer(config_of(moe_parallel_config=parallel(0, 2, **more)))
+    for changes, text in RANKS:
+        with pytest.raises(InvalidArgument, match=text):
+            layer(config_of(moe_parallel_config=parallel(0, 2, **changes)))
     sequence = parallel(0, 4, dp_size=2, sp_size=2)  # where the model splits tokens it is served
     layer(config_of(moe_parallel_config=sequence))
-
-
-UNINTERLEAVED = SimpleNamespace(value="swigluoai_uninterleave")
-
-
-@pytest.mark.parametrize(
-    ("config", "more", "text"),
-    [
-        ({"activation": SimpleNamespace(value="gelu")}, {}, "activation is 'gelu'"),
-        ({"is_act_and_mul": False}, {}, "activation is 'silu' with limit, alpha and"),
-        (
-            {"activation": UNINTERLEAVED},
-            {},
-            r"activation is 'swigluoai_uninterleave' with limit, alpha and beta \(None, None, N",
-        ),
-        ({}, {"on_input": True}, "apply_router_weight_on_input is True"),
-    ],
-)
-def test_unsupported_experts_are_refused(
-    config: dict[str, Any], more: dict[str, Any], text: str
-) -> None:
-    """Form block refuses them; vLLM's own experts may do all of it."""
-    enter("block")
-    with pytest.raises(InvalidArgument, match=f"experts in form 'block': {text}.*exchange"):
+    for config, more, text in EXPERTS:
+        with pytest.raises(InvalidArgument, match=f"experts in form 'block': {text}.*exchange"):
+            layer(config_of(**config), **more)
+        os.environ["WEFT_VLLM"] = "exchange"
         layer(config_of(**config), **more)
-    os.environ["WEFT_VLLM"] = "exchange"
-    layer(config_of(**config), **more)
-
-
-def test_unsupported_methods_and_tensors_are_refused() -> None:
-    """Other quantisations are refused by name, and other layouts by shape."""
-    enter("block")
+        os.environ["WEFT_VLLM"] = "block"
 
     class Int8MoEMethod(of_vllm("Fp8MoEMethod")): ...  # type: ignore[misc]
 
-    with pytest.raises(
-        InvalidArgument, match="their method is Int8MoEMethod; weft supports Unquant"
-    ):
+    text = "their method is Int8MoEMethod; weft supports Unquant"
+    with pytest.raises(InvalidArgument, match=text):
         layer(config_of(), Int8MoEMethod)
     experts = layer(config_of(num_local_experts=4))
     experts.w13_weight, experts.w2_weight = torch.zeros(4, 256, 128), torch.zeros(4, 32, 128)
