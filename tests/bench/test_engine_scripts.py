@@ -4,42 +4,70 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import os
 import subprocess
+import sys
 import tarfile
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.bench.conftest import BENCHMARKS
+from tests.bench.stand_ins import write_tree
 from weft.plugins.settings import FORMS, Settings
 
-ROOT = BENCHMARKS.parent
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.slow
-SGLANG, VLLM = (pytest.mark.parametrize("engine", [name]) for name in ("sglang", "vllm"))
-BOTH = pytest.mark.parametrize("engine", ["sglang", "vllm"])
 
 
-@BOTH
-def test_a_wrong_command_is_refused(measure, engine, tmp_path):
-    """The command is refused before anything has started."""
-    code, out, _ = measure("sing")
-    assert (code, "run.sh " in out) == (2, True)
-    pack = BENCHMARKS / engine / "pack" / f"pack_{engine}.sh"
-    usage = subprocess.run(["bash", pack], capture_output=True, text=True, check=False)
-    assert (usage.returncode, f"pack_{engine}.sh OUT_DIR " in usage.stderr) == (2, True)
-    code, out, _ = measure("decode", "--model", "tiny", "--variants", "stocks")
-    assert (code, "no variant stocks; there are stock, " in out) == (1, True)
-    code, out, _ = measure("decode", PACK_SITE="", PACK=str(tmp_path))
-    assert (code, "run.sh: no " in out) == (2, True)
+@pytest.fixture
+def measure(engine: str, tmp_path: Path) -> Callable[..., tuple[int, str, list[dict[str, Any]]]]:
+    """Return `measure("decode", *options, STAND_IN="")` -> (exit status, output, results)."""
+    write_tree(tmp_path / "pack")
+
+    def run(*arguments: str, **environment: str) -> tuple[int, str, list[dict[str, Any]]]:
+        places = {"PACK": "pack", "PACK_SITE": "pack", "OUT": "out", "PACK_HOME": "home"}
+        set_ = {name: str(tmp_path / place) for name, place in places.items()}
+        kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        ended = subprocess.run(
+            [str(BENCHMARKS / engine / "run.sh"), *arguments],
+            env=kept | set_ | {"PYTHON": sys.executable, **environment},
+            capture_output=True, text=True, timeout=1200, check=False,
+        )  # fmt: skip
+        results = tmp_path / "out" / "results.jsonl"
+        lines = results.read_text().splitlines() if results.exists() else []
+        return ended.returncode, ended.stdout + ended.stderr, [json.loads(one) for one in lines]
+
+    return run
 
 
-@BOTH
+@pytest.fixture
+def script(
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[[str], types.ModuleType]]:
+    """Return `script("report")`, which imports a script as its folder's modules do."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("PACK_SITE", str(tmp_path))
+    for place in (engine, f"{engine}/plugins", f"{engine}/pack", "engines"):
+        monkeypatch.syspath_prepend(str(BENCHMARKS / place))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_commands_and_variants(engine, script):
     """Each command is an importable script; each variant's settings are valid for the plug-in."""
-    text = (BENCHMARKS / engine / "run.sh").read_text()
-    inside = text[text.index("scripts=(") : text.index(")\n", text.index("scripts=("))]
-    names = {word.split("]=")[1] for word in inside.split() if "]=" in word}
+    text = (
+        (BENCHMARKS / engine / "run.sh").read_text().partition("scripts=(")[2].partition(")\n")[0]
+    )
+    names = {word.split("]=")[1] for word in text.split() if "]=" in word}
     assert len(names) >= 3
     for name in names:
         assert callable(script(name.removesuffix(".py")).main)
@@ -53,128 +81,73 @@ def test_commands_and_variants(engine, script):
 
 
 KERNELS = "fused_moe_kernel 50, ncclDevKernel_AllGather 30"
-ASKED = "--questions 20 --variants"
-TINY = "--model tiny --gpus 2"
-V_SIZES = "--model tiny --input 16 --output 24"
-
-
-@dataclasses.dataclass
-class Run:
-    """A command with tiny sizes. `cases`: variant and size of each result; `table`: of the report.
-
-    first: of the first result; files: in the archive.
-    """
-
-    engine: str
-    command: str
-    options: str
-    cases: list[tuple[Any, ...]]
-    table: tuple[str, ...] = ()
-    first: dict[str, Any] = dataclasses.field(default_factory=dict)
-    files: tuple[str, ...] = ()
-    code: int = 0
-    how: str = ""
-    said: str = ""
-
-
-def each(variants: tuple[str, ...], *sizes: int) -> list[tuple[Any, ...]]:
-    return [(variant, size) for variant in variants for size in sizes]
-
-
-RUNS = [
-    Run("sglang", "decode",
-        f"{TINY} --requests 4 8 --input 16 --output 8 --waves 2 --variants stock weft",
-        each(("stock", "weft"), 4, 8),
-        ("decode: tiny, 16 tokens in, 8 out; ",
-         "| 4 | stock | 8.00 | 24.00 | 4.00 | 80 | 125 | 1.00 |",
-         "| 8 | weft | 8.00 | 24.00 | 4.00 | 80 | 125 | 2.00 |"),
-        {"flags": "--enable-dp-attention", "result": "completed"},
-        ("results.jsonl", "decode-stock.log", "decode-weft-4.log")),
-    Run("sglang", "glm", f"{TINY} --batches 1 16 --variants nccl flashinfer weft",
-        each(("nccl", "flashinfer", "weft"), 1, 16),
-        ("| nccl | 4.00 | 64.00 | 1000.00 | 1000.00 |",
-         "| weft | 2.00 | 32.00 | 1000.00 | 1000.00 |")),
-    Run("sglang", "profile", f"{TINY} --requests 2 --variants stock weft",
-        each(("stock", "weft"), 2), (KERNELS,), {"result": "kernels"}),
-    Run("sglang", "arithmetic", f"--gpus 2 --ranks 1 2 {ASKED} stock weft",
-        each(("stock", "weft"), 1, 2), ("| weft | 2 | 95.0 % | 95.0 % | 20 |",)),
-    Run("sglang", "arithmetic", f"--gpus 2 --ranks 2 --hosts 2 {ASKED} weft", [("weft", 2)],
-        files=("arithmetic-weft-2.log", "arithmetic-weft-2-host-1.log"),
-        said="--nnodes 2 --dist-init-addr 127.0.0.1:"),
-    Run("sglang", "load", "--gpus 2 --loaded 2 --clients 2", [("weft", 2)] * 2, how="ranks",
-        first={"result": "dropped"}),
-    Run("vllm", "decode",
-        f"{V_SIZES} --waves 2 --requests 4 8 --more {{\"data_parallel_size\":2}}",
-        each(("stock", "block"), 4, 8),
-        ("decode: tiny, 16 tokens in, 24 out; ", "| 8 | block |"),
-        {"flags": "cudagraph_capture_sizes=[1, 2, 4, 8]"},
-        ("decode-stock.log", "decode-block-result.jsonl")),
-    Run("vllm", "profile", f"{V_SIZES} --requests 4 --steps 3", each(("stock", "block"), 4),
-        (KERNELS,)),
-    Run("vllm", "arithmetic", "--ranks 1 2 --questions 20",
-        each(("stock", "block", "exchange"), 1, 2),
-        ("| exchange | 2 | 95.0 % | 95.0 % | 20 |",), code=1,
-        said="FAILED exchange-1: 19 of 20 answers are right"),
-    Run("vllm", "load", "--loaded 2 --clients 2", [("block", 1)]),
+TINY, V_SIZES = "--model tiny --gpus 2", "--model tiny --input 16 --output 24"
+DECODE = f"decode {TINY} --requests 4 8 --input 16 --output 8 --waves 2 --variants stock weft"
+# Engine, command, variants and sizes of the results, words of the table, and of the output, if the
+# command fails.
+RUNS: list[tuple[str, str, tuple[str, ...], tuple[int, ...], tuple[str, ...], str]] = [
+    ("sglang", DECODE, ("stock", "weft"), (4, 8),
+     ("decode: tiny, 16 tokens in, 8 out; ",
+      "| 4 | stock | 8.00 | 24.00 | 4.00 | 80 | 125 | 1.00 |",
+      "| 8 | weft | 8.00 | 24.00 | 4.00 | 80 | 125 | 2.00 |"), ""),
+    ("sglang", f"glm {TINY} --batches 1 16 --variants nccl flashinfer weft",
+     ("nccl", "flashinfer", "weft"), (1, 16),
+     ("| nccl | 4.00 | 64.00 | 1000.00 | 1000.00 |", "| weft | 2.00 | 32.00 | 1000.00 | 1000.00 |"),
+     ""),
+    ("sglang", f"profile {TINY} --requests 2 --variants stock weft", ("stock", "weft"), (2,),
+     (KERNELS,), ""),
+    ("sglang", "arithmetic --gpus 2 --ranks 1 2 --questions 20 --variants stock weft",
+     ("stock", "weft"), (1, 2), ("| weft | 2 | 95.0 % | 95.0 % | 20 |",), ""),
+    ("sglang", "load --gpus 2 --loaded 2 --clients 2", ("weft",), (2, 2), (), ""),
+    ("vllm", f"decode {V_SIZES} --waves 2 --requests 4 8", ("stock", "block"), (4, 8),
+     ("decode: tiny, 16 tokens in, 24 out; ", "| 8 | block |"), ""),
+    ("vllm", f"profile {V_SIZES} --requests 4 --steps 3", ("stock", "block"), (4,), (KERNELS,), ""),
+    ("vllm", "arithmetic --ranks 1 2 --questions 20", ("stock", "block", "exchange"), (1, 2),
+     ("| exchange | 2 | 95.0 % | 95.0 % | 20 |",), "FAILED exchange-1: 19 of 20 answers are right"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("engine", "case"), [(run.engine, run) for run in RUNS], ids=lambda x: getattr(x, "command", x)
-)
-def test_a_run_becomes_a_table(measure, script, engine, case, tmp_path):
-    options = {"STAND_IN": case.how} if case.how else {}
-    code, out, lines = measure(case.command, *case.options.split(), **options)
-    assert code == case.code, out
-    assert case.said in out
-    sizes = ("requests", "batch", "gpus")
-    result = [(one["variant"], next(one[size] for size in sizes if size in one)) for one in lines]
-    assert sorted(result) == sorted(case.cases)
+    ("engine", "command", "variants", "sizes", "table", "failed"),
+    RUNS, ids=[f"{engine}-{command.split()[0]}" for engine, command, *_ in RUNS],
+)  # fmt: skip
+def test_a_run_becomes_a_table(
+    measure, script, engine, command, variants, sizes, table, failed, tmp_path
+):
+    what, *options = command.split()
+    code, out, lines = measure(what, *options, STAND_IN="ranks" if what == "load" else "")
+    assert (code, failed in out) == (bool(failed), True), out
+    names = ("requests", "batch", "gpus")
+    result = [(one["variant"], next(one[name] for name in names if name in one)) for one in lines]
+    assert sorted(result) == sorted((variant, size) for variant in variants for size in sizes)
     assert set(lines[0]["machine"]) >= {"weft", "gpus", "driver", "torch"}
-    for field, content in case.first.items():
-        assert content in lines[0][field]
-    if case.files:
-        with tarfile.open(tmp_path / "out" / f"{engine}-{case.command}.tar.gz") as archive:
-            assert {f"./{file}" for file in case.files} <= {*archive.getnames()}
+    with tarfile.open(tmp_path / "out" / f"{engine}-{what}.tar.gz") as archive:
+        assert "./results.jsonl" in archive.getnames()
     text = script("report").report(lines)
-    assert [words for words in case.table if words not in text] == []
+    assert [words for words in table if words not in text] == []
     for one in lines:
-        assert bool(one["environment"]) == (one["variant"] in WEFTS)
-    if case.command == "load":
-        check_load(engine, [one["result"] for one in lines])
-    if (engine, case.command) == ("sglang", "profile"):
-        pytest.importorskip("matplotlib")
-        picture = script("profile_picture")
-        kinds = {"experts": 50.0, "NCCL and other sums": 30.0, "dense GEMMs": 20.0, "other": 0.0}
-        assert picture.by_kind(lines[0]["result"]) == kinds
-        picture.draw(lines, tmp_path / "step.png")
-        assert (tmp_path / "step.png").stat().st_size > 5000
-
-
-WEFTS = ("weft", "block", "exchange")
-
-
-def check_load(engine: str, results: list[dict[str, Any]]) -> None:
-    """Requests come and go; a rank of SGLang that is killed is named before it is gone."""
-    loaded = results[0]
-    assert 0 < loaded["asked"] >= loaded["dropped"]
-    ranks = ["sglang::scheduler_DP0", "sglang::scheduler_DP1"]
-    assert list(loaded["end"]["ranks"]) == (ranks if engine == "sglang" else ["VLLM::EngineCore"])
-    for killed in results[1:]:
+        assert bool(one["environment"]) == (one["variant"] in ("weft", "block", "exchange"))
+    if what == "load":  # requests come and go; a killed rank is named before it is gone
+        loaded, killed = (one["result"] for one in lines)
+        assert 0 < loaded["asked"] >= loaded["dropped"]
+        ranks = ["sglang::scheduler_DP0", "sglang::scheduler_DP1"]
+        assert list(loaded["end"]["ranks"]) == ranks
         assert (killed["killed"], killed["line"]) == (ranks[1], "PeerDied: rank 1 died")
         assert killed["named_s"] <= killed["gone_s"]
+    if (engine, what) == ("sglang", "profile"):
+        pytest.importorskip("matplotlib")
+        kinds = {"experts": 50.0, "NCCL and other sums": 30.0, "dense GEMMs": 20.0, "other": 0.0}
+        assert script("profile_picture").by_kind(lines[0]["result"]) == kinds
 
 
-DECODE = f"decode {TINY} --variants weft"
 BLOCK = f"decode {V_SIZES} --waves 1 --requests 4 --variants block"
 
 
 @pytest.mark.parametrize(
     ("engine", "command", "how", "results", "text"),
     [
-        ("sglang", DECODE, "dies", 0, "FAILED weft: it did not start"),
-        ("sglang", DECODE, "forgets", 0, "FAILED weft: its log does not contain ' ranks, form '"),
-        ("vllm", BLOCK, "dies", 0, "FAILED block: exit status 1\n    | CUDA out of memory"),
+        ("sglang", f"decode {TINY} --variants weft", "forgets", 0,
+         "FAILED weft: its log does not contain ' ranks, form '"),
         ("vllm", BLOCK, "forgets", 0, "does not contain 'MoE layers of vLLM on'"),
         ("vllm", BLOCK, "stops", 1, "FAILED block-4: 3 of 4 requests"),
     ],
@@ -182,13 +155,13 @@ BLOCK = f"decode {V_SIZES} --waves 1 --requests 4 --variants block"
 def test_an_engine_that_is_not_what_was_asked_for_fails_the_command(
     measure, engine, command, how, results, text
 ):
-    code, out, lines = measure(*command.split(), **({"STAND_IN": how} if how else {}))
+    code, out, lines = measure(*command.split(), STAND_IN=how)
     assert (code, len(lines)) == (1, results), out
     assert text in out
     assert "Traceback" not in out
 
 
-@SGLANG
+@pytest.mark.parametrize("engine", ["sglang"])
 def test_the_newest_line_of_a_case_counts(script, tmp_path):
     report = script("report")
     line = {"bench": "decode", "variant": "stock", "model": "tiny", "gpus": 2, "requests": 4}

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import subprocess
 
-import pytest
-
 import weft
 from weft.bench import machine
 from weft.bench.machine import describe_code, describe_machine, format_machine
 from weft.jit.source import header_digest
 
 
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """Create a checkout that contains the package; `git(*arguments)` runs in it."""
+def test_the_commit_is_of_the_checkout_that_holds_the_package(tmp_path, monkeypatch):
     monkeypatch.delenv("WEFT_COMMIT", raising=False)
     monkeypatch.setattr(machine, "INCLUDE_ROOT", tmp_path)
 
@@ -24,19 +20,13 @@ def checkout(tmp_path, monkeypatch):
         command = ["git", "-C", str(tmp_path), *who, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    git("init", "-q")
     (tmp_path / "file").write_text("one")
-    git("add", "file")
-    git("commit", "-q", "-m", "Begin")
-    return git
-
-
-def test_the_commit_is_of_the_checkout_that_holds_the_package(checkout, tmp_path, monkeypatch):
-    commit = checkout("rev-parse", "HEAD")
+    for command in (("init", "-q"), ("add", "file"), ("commit", "-q", "-m", "Begin")):
+        git(*command)
+    commit = git("rev-parse", "HEAD")
+    (tmp_path / "beside").write_text("untracked files change no code")
     expected = {"version": weft.__version__, "commit": commit, "headers": header_digest()}
     assert describe_code() == expected
-    (tmp_path / "beside").write_text("untracked files change no code")
-    assert describe_code()["commit"] == commit
     (tmp_path / "file").write_text("two")
     assert describe_code()["commit"] == f"{commit}-dirty"
     inside = tmp_path / "lib" / "site-packages"  # of another project's checkout
@@ -49,7 +39,7 @@ def test_the_commit_is_of_the_checkout_that_holds_the_package(checkout, tmp_path
     assert describe_code()["commit"] == "c0ffee-dirty"
 
 
-def test_captions_name_the_code(monkeypatch):
+def test_captions_name_the_code():
     result = describe_machine([])
     assert result["weft"] == describe_code()
     result["weft"] = {"version": "1.0", "commit": "0123456789abcdef-dirty", "headers": "ab" * 32}
