@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,7 +77,7 @@ def test_rows_know_floor_and_other_libraries():
     assert [row.baselines for row in rows] == [{}] * 5 + [{"Loom 0.8": 52.0}]
 
 
-def test_table_json_and_picture(tmp_path, capsys):
+def test_table_json_and_picture(tmp_path):
     case = replace(H200, quantize="fp8")
     report = replace(_report(case, "NVIDIA H200"), skipped=["onesided, 9 tokens: too odd"])
     text = io.StringIO()
@@ -86,10 +85,8 @@ def test_table_json_and_picture(tmp_path, capsys):
     shown = " ".join(text.getvalue().split())
     for piece in (
         *("deepseek-v3", "8x NVIDIA H200", "x floor", "340 GB/s", "Loom 0.8", "52.0"),
-        "fp8 + scales out, quantized by dispatch, bf16 back",
         "A row is 7392 bytes out and 14336 bytes back; other libraries' rows come back as bf16.",
         "Skipped: onesided, 9 tokens: too odd",
-        "Loom 0.8: measured in this run, by hand;",
         "DeepEP v1: not installed.",
     ):
         assert piece in shown, piece
@@ -101,14 +98,10 @@ def test_table_json_and_picture(tmp_path, capsys):
     assert len(data["results"][0]["samples_us"]["pair"]) == 8
     assert data["rows"][2]["us"]["median"] == 38
     assert [run["status"] for run in data["peers"]] == ["measured", "not installed"]
-    write_json(Path("-"), {"a": 1})
-    assert json.loads(capsys.readouterr().out) == {"a": 1}
     rows = build_rows(report, BASELINES)
     picture = tmp_path / "pair.svg"
     plot(picture, rows, case.describe(), report.machine)
     for piece in ("weft, onesided", "Loom 0.8", "floor"):
         assert piece in picture.read_text(), piece
-    with pytest.raises(InvalidArgument, match="cannot write the plot"):
-        plot(tmp_path / "pair.nope", rows, case.describe(), report.machine)
     with pytest.raises(InvalidArgument, match="cannot write"):
         write_json(tmp_path, {})
