@@ -106,7 +106,7 @@ def remove_standin(engine: str, module: str) -> None:
 
 
 def run_each(
-    group: weft.Group, calls: tuple[tuple[Any, ...], ...], leave: Callable[[], None] = int
+    group: weft.Group, calls: tuple[tuple[Any, ...], ...], leave: Callable[[], object] = int
 ) -> list[Any]:
     """Return the results of several bodies, with `leave` after each; an error names its body."""
     results = []

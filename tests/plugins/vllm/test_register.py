@@ -146,13 +146,15 @@ def test_unsupported_flags_are_refused(monkeypatch: pytest.MonkeyPatch, form: st
                 layer(config_of())
 
 
-RANKS = [  # such ranks have no tokens of their own, or no whole experts
+RANKS: list[
+    tuple[dict[str, Any], str]
+] = [  # such ranks have no tokens of their own, or no whole experts
     ({"use_ep": False, "ep_size": 1}, "ranks have parts of every expert: add --enable-e"),
     ({"dp_size": 1}, "add --data-parallel-size, or use WEFT_VLLM_ALLREDUCE=1 alone"),
     ({"ep_size": 4}, "remove --tensor-parallel-size"),
 ]
 UNINTERLEAVED = SimpleNamespace(value="swigluoai_uninterleave")
-EXPERTS = [  # vLLM's own experts may do all of it
+EXPERTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # vLLM's own experts may do all of it
     ({"activation": SimpleNamespace(value="gelu")}, {}, "activation is 'gelu'"),
     ({"is_act_and_mul": False}, {}, "activation is 'silu' with limit, alpha and"),
     ({"activation": UNINTERLEAVED}, {},

@@ -119,7 +119,11 @@ def serve_gpt_oss(group: weft.Group, far_apart: bool) -> list[float]:
             torch.cat((whole[name][:, ::2], whole[name][:, 1::2]), 1).float()
             for name in ("w13", "w13_bias")
         )
-        more = {"gate_up_bias": bias, "down_bias": whole["w2_bias"], "gating": clamped_swiglu(7.0)}
+        more: dict[str, Any] = {
+            "gate_up_bias": bias,
+            "down_bias": whole["w2_bias"],
+            "gating": clamped_swiglu(7.0),
+        }
         expected = weft.reference.moe_layer(x, ids, chosen, gate_up, whole["w2"], **more)
         return {name: tensor[own].clone() for name, tensor in packed.items()}, expected
 
