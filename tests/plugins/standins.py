@@ -4,98 +4,71 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import logging
 import os
 import sys
 from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 
 import weft
-from weft.plugins.engine_api import get_unbound_function, select_signatures
+from weft.errors import SetupError
+from weft.plugins.engine_api import Engine
 
 CLOSE = 2e-5  # of float32 sums in another order
-HERE = Path(__file__).parent
+GET_VERSION, CHECK = Engine.get_version, Engine.check
 
 
-def signature_of(parameters: str) -> inspect.Signature:
-    """Return a signature in the form of the tables: "self, x, *, scale="."""
-    kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    listed = []
-    for each in parameters.split(", ") if parameters else ():
-        if each == "*":
-            kind = inspect.Parameter.KEYWORD_ONLY
-        else:
-            default = None if each.endswith("=") else inspect.Parameter.empty
-            listed.append(inspect.Parameter(each.rstrip("="), kind, default=default))
-    return inspect.Signature(listed)
+class Finder(MetaPathFinder, Loader):
+    """Makes every module of an engine its stand-in, where each name is once."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, part = name.rpartition(".")
+        is_name = part[:1].isupper() or getattr(self.root, part, self.root) is not self.root
+        ours = package.partition(".")[0] == self.root.__name__
+        return ModuleSpec(name, self) if ours and not is_name else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return self.root
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
 
 
-def module_of(name: str) -> ModuleType:
-    """Return a submodule of a stand-in and create its parents."""
-    for end in [i for i, c in enumerate(name) if c == "."]:
-        sys.modules.setdefault(name[:end], ModuleType(name[:end]))
-    return sys.modules.setdefault(name, ModuleType(name))
-
-
-def bind_standin(root: Any, target: str, parameters: str | None) -> None:
-    """Bind the stand-in's object under the engine's name, with the engine's signature.
-
-    What it has not, no test uses.
-    """
-    engine, *parts = target.split(".")
-    own = [i for i, part in enumerate(parts) if hasattr(root, part)]
-    upper = [i for i, part in enumerate(parts) if part[0].isupper()]
-    first = (own or upper or [len(parts) - 1])[0]
-    owner: Any = module_of(".".join([engine, *parts[:first]]))
-    for part in parts[first:-1]:
-        if part not in vars(owner):
-            setattr(owner, part, getattr(root, part, None) or type(part, (), {}))
-        owner = getattr(owner, part)
-    name = parts[-1]
-    if isinstance(owner, ModuleType):
-        if not hasattr(owner, name):
-            result = getattr(root, name, None)
-            made = type(name, (), {}) if name[0].isupper() else lambda: None
-            setattr(owner, name, made if result is None else result)
-    elif name not in vars(owner):
-        inherited = getattr(owner, name, None)
-        if isinstance(inherited, FunctionType):  # whose signature may be another one's
-            code = inherited.__code__, inherited.__globals__, name, inherited.__defaults__
-            inherited = FunctionType(*code, inherited.__closure__)
-            inherited.__kwdefaults__ = getattr(owner, name).__kwdefaults__
-        setattr(owner, name, inherited or (lambda: None))
-    if parameters is not None:
-        get_unbound_function(getattr(owner, name)).__signature__ = signature_of(parameters)
+def refuse(*args: Any) -> None:
+    """Stand-in of Engine.check for an engine that is not supported."""
+    raise SetupError("it differs")
 
 
 def install_standin(engine: str, release: str) -> Any:
-    """Make `import <engine>` load the stand-in as this release, with its package metadata."""
-    if engine in sys.modules:
-        return sys.modules[engine]
-    sys.path.insert(0, str(HERE / "metadata" / f"{engine}-{release}"))
-    spec = importlib.util.spec_from_file_location(engine, HERE / engine / "standin.py")
-    assert spec is not None
-    assert spec.loader is not None
-    root: Any = importlib.util.module_from_spec(spec)
-    sys.modules[engine] = root
-    spec.loader.exec_module(root)
-    for line in root.MODULES.strip().splitlines():
-        path, *names = line.split()
-        for each in names:
-            setattr(module_of(f"{engine}.{path}"), each, getattr(root, each))
-    for entry, parameters in select_signatures(root.ENTRIES, release):
-        bind_standin(root, entry.target, parameters)
-    return root
+    """Make `import <engine>` load the stand-in, and weft take it for this release."""
+    if engine not in sys.modules:
+        place = Path(__file__).parent / engine / "standin.py"
+        spec = importlib.util.spec_from_file_location(engine, place)
+        assert spec is not None
+        assert spec.loader is not None
+        root = sys.modules[engine] = importlib.util.module_from_spec(spec)
+        root.__path__ = []
+        sys.meta_path.append(Finder(root))
+        spec.loader.exec_module(root)
+        setattr(Engine, "get_version", lambda self: release)  # noqa: B010
+        setattr(Engine, "check", lambda self, entries: None)  # noqa: B010
+    return sys.modules[engine]
 
 
 def remove_standin(engine: str, module: str) -> None:
     """Remove an engine's stand-in and settings, and weft's own `module`, which derives from it."""
-    sys.path[:] = [each for each in sys.path if not each.startswith(str(HERE / "metadata"))]
+    setattr(Engine, "get_version", GET_VERSION)  # noqa: B010
+    setattr(Engine, "check", CHECK)  # noqa: B010
+    sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, Finder)]
     for name in [n for n in sys.modules if n.split(".")[0] == engine]:
         del sys.modules[name]
     plugin = f"weft.plugins.{engine}"

@@ -21,7 +21,8 @@ from tests.plugins.standins import (
     max_relative_difference,
     remove_standin,
 )
-from weft.plugins.sglang import allreduce, engine, register
+from weft.plugins.sglang import allreduce, engine
+from weft.plugins.sglang.hooks import install
 
 BLOCKS = {
     "qwen3": "Qwen3MoeSparseMoeBlock",
@@ -36,9 +37,12 @@ RELEASE = "0.5.23"
 
 
 def enter() -> Any:
-    """Let `import sglang` find the stand-in, and load weft's plug-in as SGLang does."""
+    """Let `import sglang` find the stand-in, and load weft's plug-in, which patches it."""
     standin = install_standin("sglang", RELEASE)
-    standin.load_plugins(register)
+    allreduce.register()
+    if not standin.HookRegistry._patched.intersection(hook.target for hook in engine.HOOKS):
+        install(engine.HOOKS)
+    standin.HookRegistry.apply_hooks()
     return standin
 
 
@@ -69,19 +73,18 @@ class Server:
         attention_ranks: int = 1,
         redundant: int = 0,
         form: str = "block",
-        flags: tuple[str, ...] = ("--moe-a2a-backend", "weft"),
+        backend: str = "weft",
         **more: object,
     ) -> None:
         os.environ["WEFT_SGLANG_FORM"] = form
         standin = enter()
         size, state = group.size, standin.STATE
-        dp = str(size // attention_ranks)
-        args = standin.parse("--tp-size", str(size), "--dp-size", dp, *flags, **more)
+        args = standin.make_args(moe_a2a_backend=backend, **more)
         state.groups["ep"] = standin.GroupCoordinator(list(range(size)), group.process_group())
         state.redundant = redundant
         state.parallel = SimpleNamespace(
-            **{"tp_size": size, "moe_ep_size": args.ep_size, "moe_ep_rank": group.rank},
-            **{"attn_tp_size": attention_ranks, "attn_dp_enabled": args.dp_size > 1},
+            **{"tp_size": size, "moe_ep_size": size, "moe_ep_rank": group.rank},
+            **{"attn_tp_size": attention_ranks, "attn_dp_enabled": attention_ranks < size},
         )
         kind = getattr(standin, BLOCKS[block])
         self.batch = standin.batch

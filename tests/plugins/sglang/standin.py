@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for SGLang 0.5.23 on CPU ranks: what weft's hooks replace, in plain arithmetic.
 
-`tests.plugins.standins.install_standin` makes the submodules by the plug-in's tables.
+All of SGLang's modules are this one; `tests.plugins.standins` says how.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import logging
-import pkgutil
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
-from typing import Annotated, Any, get_type_hints
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,17 +22,6 @@ from torch.nn import functional
 
 import weft
 from tests.plugins.standins import clamped_swiglu
-from weft.plugins.sglang import allreduce, engine
-
-ENTRIES = (*engine.HOOKS, *engine.EXPECTED_API, *allreduce.HOOKS, *allreduce.EXPECTED_API)
-# Names that the plug-in imports, or finds, without an entry in its tables.
-MODULES = """
-srt.server_args ServerArgs
-srt.plugins.hook_registry HookRegistry HookType
-srt.layers.layernorm RMSNorm
-srt.layers.moe.token_dispatcher.base BaseDispatcher
-"""
-logger = logging.getLogger(__name__)
 
 # This process's place, and the counts and flags of its forward pass. Tests write to STATE.
 # groups: GroupCoordinators of "tp", "attn", "ep" and "moe"; ways: how SGLang made each of its sums.
@@ -44,7 +29,7 @@ STATE = SimpleNamespace(
     parallel=SimpleNamespace(
         tp_size=1, moe_ep_size=1, moe_ep_rank=0, attn_tp_size=1, attn_dp_enabled=False
     ),
-    **{"backend": None, "counts": None, "real": None, "redundant": 0, "groups": {}, "ways": []},
+    **{"backend": "none", "counts": None, "real": None, "redundant": 0, "groups": {}, "ways": []},
     **{"workspaces": 0, "flashinfer": False, "dp_attention": False, "places": None},
 )
 
@@ -60,8 +45,8 @@ def get_exec() -> Any:
 # Flags.
 
 _FLASHINFER_ALLREDUCE_FUSION_ARCHS = frozenset({"Fusing"})
-FALSE = """disable_shared_experts_fusion enable_two_batch_overlap enable_torch_compile enable_lora
-enable_pdmux disable_overlap_schedule enable_dp_lm_head enable_elastic_expert_backup
+FALSE = """enable_two_batch_overlap enable_torch_compile enable_lora enable_pdmux
+disable_overlap_schedule enable_dp_lm_head enable_elastic_expert_backup
 enable_dp_attention_local_control_broadcast"""
 NONE = """lora_target_modules flashinfer_allreduce_fusion_backend elastic_ep_backend max_ep_size
 moe_dense_tp_size speculative_algorithm ep_join_mode ep_dispatch_algorithm
@@ -69,8 +54,8 @@ speculative_num_draft_tokens"""
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(FALSE.split(), False),
     **dict.fromkeys(NONE.split()),
-    **dict.fromkeys(("ep_size", "attn_cp_size", "moe_dp_size", "tokenizer_worker_num"), 1),
-    **{"disaggregation_mode": "null", "max_prefill_tokens": 64},
+    **dict.fromkeys(("attn_cp_size", "moe_dp_size", "tokenizer_worker_num"), 1),
+    **{"disaggregation_mode": "null", "chunked_prefill_size": 32, "moe_a2a_backend": "none"},
 }
 
 
@@ -78,75 +63,18 @@ class Backend:
     FULL, DISABLED = "full", "disabled"
 
 
-@dataclass
-class PhaseConfig:
-    backend: str = Backend.DISABLED
-    max_bs: int | None = None
-    bs: list[int] | None = None
-
-
-def add_cli_args_from_dataclass(parser: Any, cls: Any, *, fields: Any = None) -> None:
-    for name, hint in get_type_hints(cls, include_extras=True).items():
-        flag, choices = "--" + name.replace("_", "-"), hint.__metadata__[0].choices
-        parser.add_argument(flag, choices=choices, default=getattr(cls, name, "none"))
+def make_args(**flags: object) -> SimpleNamespace:
+    decode = SimpleNamespace(backend=Backend.FULL, max_bs=4, bs=[1, 4])
+    graphs = SimpleNamespace(decode=decode)
+    return SimpleNamespace(**{**DEFAULTS, "cuda_graph_config": graphs, **flags})
 
 
 def resolved_view(server_args: Any) -> Any:
     return server_args
 
 
-def _a2a_ep_size(view: Any) -> dict[str, Any]:
-    return {"ep_size": view.tp_size} if view.moe_a2a_backend == "deepep" else {}
-
-
-def _a2a_fusion_adjustments(view: Any) -> dict[str, Any]:
-    return {}
-
-
-def disable_breakable_cudagraph_if_incompatible(server_args: Any) -> None:
-    known = resolved_view(server_args).moe_a2a_backend in ("none", "deepep")
-    if server_args.enable_two_batch_overlap or server_args.attn_cp_size > 1 or not known:
-        server_args.cuda_graph_config.prefill.backend = "disabled"
-
-
-class ServerArgs:
-    """Fields whose annotations hold the choices as objects."""
-
-    elastic_ep_backend = None
-    __annotations__ = {
-        "moe_a2a_backend": Annotated[str, SimpleNamespace(choices=["none", "deepep"])],
-        "speculative_moe_a2a_backend": Annotated[str, SimpleNamespace(choices=["none"])],
-        "elastic_ep_backend": Annotated[str | None, SimpleNamespace(choices=["none", "nixl"])],
-    }
-
-
-def parse(*argv: str, **more: object) -> SimpleNamespace:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_cli_args_from_dataclass(parser, ServerArgs)
-    for flag, default in (("tp-size", 1), ("dp-size", 1), ("chunked-prefill-size", 32)):
-        parser.add_argument(f"--{flag}", type=int, default=default)
-    parser.add_argument("--enable-single-batch-overlap", action="store_true")
-    decode, prefill = PhaseConfig(Backend.FULL, 4, [1, 4]), PhaseConfig("breakable")
-    args = SimpleNamespace(
-        **DEFAULTS, cuda_graph_config=SimpleNamespace(decode=decode, prefill=prefill)
-    )
-    vars(args).update(vars(parser.parse_args(argv)))
-    args.enable_dp_attention = args.dp_size > 1
-    for resolve in (_a2a_ep_size, _a2a_fusion_adjustments):
-        vars(args).update(resolve(args))
-    vars(args).update(more)
-    disable_breakable_cudagraph_if_incompatible(args)
-    return args
-
-
 class MoeA2ABackend(Enum):
-    NONE, DEEPEP, CUSTOMIZED = "none", "deepep", "customized"
-
-    @classmethod
-    def _missing_(cls, value: Any) -> Any:
-        if value is None:
-            return cls.NONE
-        raise ValueError(f"No {cls.__name__} member for value {value}")
+    NONE, DEEPEP, CUSTOMIZED = "none", "deepep", "weft"
 
     def is_none(self) -> bool:
         return self is MoeA2ABackend.NONE
@@ -157,25 +85,6 @@ class MoeA2ABackend(Enum):
 
 def get_moe_a2a_backend() -> MoeA2ABackend:
     return MoeA2ABackend(STATE.backend)
-
-
-class Bag(SimpleNamespace):
-    @contextmanager
-    def override(self, **kwargs: Any) -> Iterator[None]:
-        kept = {name: getattr(self, name) for name in kwargs}
-        vars(self).update(kwargs)
-        yield
-        vars(self).update(kept)
-
-
-def initialize_moe_config() -> None:
-    STATE.backend = MoeA2ABackend(STATE.exec.moe.moe_a2a_backend)
-    if STATE.exec.overlap.enable_single_batch_overlap:  # this GPU is a Hopper
-        raise ValueError("SBO (single batch overlap) is not supported on SM90 GPUs")
-
-
-def require_mlp_tp_gather(*, moe_a2a_backend: Any = None) -> bool:
-    return False
 
 
 # Routing.
@@ -233,13 +142,6 @@ def physical_ids(layer_id: int) -> Any:
     return result
 
 
-class EPLBManager:
-    reason: str | None = None
-
-    def disable_rebalance(self, reason: str) -> None:
-        self.reason = reason
-
-
 StandardTopKOutput = namedtuple("StandardTopKOutput", "topk_weights topk_ids router_logits")
 
 
@@ -254,9 +156,6 @@ class TopK(nn.Module):
         self.top_k, self.is_draft = top_k, False
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> Any:
-        return self.forward_cuda(x, router_logits)
-
-    def forward_cuda(self, x: torch.Tensor, router_logits: torch.Tensor) -> Any:
         if not len(x):
             raise RuntimeError("invalid configuration argument: a grid of 0 blocks")
         real, replicas = self.routing_inputs()
@@ -387,12 +286,7 @@ get_moe_ep_group, get_moe_tp_group = getter("ep"), getter("moe")
 # Layers of experts.
 
 
-class BaseDispatcher:
-    def __init__(self) -> None:
-        self.quant_config: dict[str, Any] = {}
-
-    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any: ...
-    def combine(self, combine_input: Any) -> Any: ...
+class BaseDispatcher: ...
 
 
 StandardDispatchOutput = namedtuple(
@@ -402,8 +296,6 @@ StandardCombineInput = namedtuple("StandardCombineInput", "hidden_states")
 
 
 def create_moe_dispatcher(moe_runner_config: Any, quant_method: Any) -> Any:
-    if get_moe_a2a_backend().is_customized():
-        raise NotImplementedError("Unsupported a2a backend: customized")
     return BaseDispatcher()
 
 
@@ -534,14 +426,18 @@ class Gate(nn.Module):
 class SharedMLP(nn.Module):
     """A shared expert, which weft must keep whole on each rank."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(
+        self, size: int, layer: int, dtype: torch.dtype, prefix: str, parallel_group: str = "tp"
+    ) -> None:
         super().__init__()
-        size, (layer, dtype) = kwargs["intermediate_size"], kwargs["quant_config"]
-        whole = kwargs["parallel_group"] == "replicated"
+        whole = parallel_group == "replicated"
         assert whole or get_parallel().tp_size == 1, "a shared expert in parts needs an all-reduce"
-        self.gate_up_proj: Any = nn.Linear(HIDDEN, 2 * size, bias=False, dtype=dtype)
-        self.gate_up_proj.output_size = 2 * size  # as SGLang's parallel layers have it
-        self.down_proj: Any = nn.Linear(size, HIDDEN, bias=False, dtype=dtype)
+        gate_up: Any = nn.Linear(HIDDEN, 2 * size, bias=False, dtype=dtype)
+        gate_up.output_size = 2 * size  # as SGLang's parallel layers have it
+        self.gate_up_proj, self.down_proj = (
+            gate_up,
+            nn.Linear(size, HIDDEN, bias=False, dtype=dtype),
+        )
         self.requires_grad_(False)
         self.gate_up_proj.weight.copy_(drawn((2 * size, HIDDEN), 1000 * layer + 500, dtype))
         self.down_proj.weight.copy_(drawn((HIDDEN, size), 1000 * layer + 501, dtype))
@@ -583,13 +479,8 @@ class Block(nn.Module):
         )
         if self.mlp is None:
             return
-        kind, name, size = self.mlp  # Qwen's block says nothing of the shared expert's group
-        more = {} if kind is Qwen2MoeMLP else {"parallel_group": "tp"}
-        made = kind(
-            **{"hidden_size": HIDDEN, "intermediate_size": size, "hidden_act": "silu"},
-            **{"quant_config": (layer_id, dtype), "prefix": f"layers.{layer_id}.mlp.{name}"},
-            **more,
-        )
+        kind, name, size = self.mlp
+        made = kind(size, layer_id, dtype, prefix=f"layers.{layer_id}.mlp.{name}")
         if name == "shared_experts":
             self.shared_experts = made
         else:
@@ -657,13 +548,10 @@ class ModelRunner:
 
     def __init__(self, server_args: Any, make: Callable[[], nn.Module], **config: Any) -> None:
         self.server_args, self.make = server_args, make
-        self.model_config, self.eplb_manager = SimpleNamespace(**config), EPLBManager()
+        self.model_config, self.eplb_manager = SimpleNamespace(**config), SimpleNamespace()
+        self.eplb_manager.disable_rebalance = lambda why: setattr(self.eplb_manager, "reason", why)
         self.device, self.gpu_id = "cpu", 0
-        overlap = Bag(enable_single_batch_overlap=server_args.enable_single_batch_overlap)
-        names = ("moe_a2a_backend", "elastic_ep_backend")
-        moe = Bag(**{name: getattr(server_args, name) for name in names})
-        STATE.exec = SimpleNamespace(moe=moe, overlap=overlap)
-        initialize_moe_config()
+        STATE.backend = server_args.moe_a2a_backend
 
     def load_model(self) -> None:
         self.model = self.make()
@@ -730,55 +618,26 @@ class Scheduler:
         self.reported.append(ElasticEPStateManager.instance().active_ranks_cpu.tolist())
 
 
-@dataclass
-class AbortReq:
-    rid: str
-    finished_reason: Any
-
-
-@dataclass
-class ActiveRanksOutput:
-    status: list[bool]
-
-
-@dataclass
-class TokenizedGenerateReqInput:
-    rid: str
+class Request(SimpleNamespace):
     routed_dp_rank: int | None = None
 
 
-class TokenizedEmbeddingReqInput(TokenizedGenerateReqInput): ...
+class TokenizedGenerateReqInput(Request): ...
+
+
+class TokenizedEmbeddingReqInput(Request): ...
 
 
 class BatchTokenizedGenerateReqInput(list[Any]): ...
 
 
-class TokenizerControlMixin:
-    fan_out = 0
-
-    def update_control_communicator_fan_out(self, worker_count: int) -> None:
-        self.fan_out = worker_count
+class BatchTokenizedEmbeddingReqInput(list[Any]): ...
 
 
-class TokenizerManager(TokenizerControlMixin):
-    """Requests without an answer, and messages to the ranks."""
+class ActiveRanksOutput(SimpleNamespace): ...
 
-    def __init__(self) -> None:
-        self.rid_to_state: dict[str, Any] = {}
-        self.sent: list[Any] = []
-        self.answers: dict[str, dict[str, Any]] = {}
 
-    def ask(self, *requests: Any) -> None:
-        for request in requests:
-            self.rid_to_state[request.rid] = SimpleNamespace()
-            self._dispatch_to_scheduler(request)
-
-    def _dispatch_to_scheduler(self, obj: Any) -> None:
-        self.sent.append(obj)
-
-    def _handle_abort_req(self, recv_obj: Any) -> None:
-        del self.rid_to_state[recv_obj.rid]
-        self.answers[recv_obj.rid] = recv_obj.finished_reason
+AbortReq = SimpleNamespace
 
 
 def is_health_check_generate_req(recv_req: Any) -> bool:
@@ -793,7 +652,7 @@ class HookType(Enum):
 
 
 class HookRegistry:
-    """Hooks on functions and methods, by dotted path."""
+    """Hooks on functions and methods, by dotted path; those that no test calls are ignored."""
 
     _hooks: dict[str, list[tuple[HookType, Callable[..., Any]]]] = {}
     _patched: set[str] = set()
@@ -804,27 +663,13 @@ class HookRegistry:
 
     @classmethod
     def apply_hooks(cls) -> None:
-        """Patch every target, and log failures."""
         for target in set(cls._hooks) - cls._patched:
-            try:
-                cls._apply(target)
-                cls._patched.add(target)
-            except Exception:
-                logger.exception("Failed to apply hooks to %s", target)
-
-    @classmethod
-    def _apply(cls, target: str) -> None:
-        owner_path, name = target.rsplit(".", 1)
-        owner = pkgutil.resolve_name(owner_path)
-        original = getattr(owner, name)
-        bound = isinstance(owner, type) and isinstance(vars(owner).get(name), classmethod)
-        function = wrapped = original.__func__ if bound else original
-        for kind, hook in cls._hooks[target]:
-            wrapped = _wrapped(wrapped, kind, hook)
-        setattr(owner, name, classmethod(wrapped) if bound else wrapped)
-        for module in [m for n, m in sys.modules.items() if n.split(".")[0] == "sglang"]:
-            for key in [k for k, value in vars(module).items() if value is function]:
-                setattr(module, key, wrapped)
+            *_, owner_name, name = target.split(".")
+            root = sys.modules["sglang"]
+            owner = getattr(root, owner_name, None) if owner_name[0].isupper() else root
+            for kind, hook in cls._hooks[target] if hasattr(owner, name) else ():
+                setattr(owner, name, _wrapped(getattr(owner, name), kind, hook))
+            cls._patched.add(target)
 
 
 def _wrapped(
@@ -839,13 +684,3 @@ def _wrapped(
         return result if other is None else other
 
     return call
-
-
-def load_plugins(*plugins: Callable[[], None]) -> None:
-    """Call each plug-in, log errors, and apply the registered hooks."""
-    for function in plugins:
-        try:
-            function()
-        except Exception:
-            logger.exception("Failed to execute general plugin")
-    HookRegistry.apply_hooks()

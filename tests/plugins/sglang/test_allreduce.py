@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import weft
-from tests.plugins.sglang.server import RELEASE, enter, launch_cases, sglang
-from tests.plugins.standins import error_of, install_standin
-from weft.errors import PeerDied, SetupError
+from tests.plugins.sglang.server import enter, launch_cases, sglang
+from tests.plugins.standins import error_of
+from weft.errors import PeerDied
 from weft.launcher.launch import launch
 from weft.plugins import sglang as plugin
 from weft.plugins.sglang import allreduce
@@ -50,13 +50,9 @@ def make_runner(
     standin.STATE.groups = groups
     # A test must not end the process that started the ranks.
     setattr(allreduce, "create_server_terminator", lambda parent: lambda: None)  # noqa: B010
-    known, args = (
-        SimpleNamespace(architectures=["Fusing"]),
-        standin.parse("--moe-a2a-backend", backend),
-    )
-    return standin.ModelRunner(
-        args, torch.nn.Module, hidden_size=HIDDEN, dtype=dtype, hf_config=known
-    )
+    config = SimpleNamespace(architectures=["Fusing"])
+    args, sizes = standin.make_args(moe_a2a_backend=backend), {"hidden_size": HIDDEN}
+    return standin.ModelRunner(args, torch.nn.Module, **sizes, dtype=dtype, hf_config=config)
 
 
 def start(group: weft.Group, *args: Any, **more: Any) -> Any:
@@ -273,22 +269,6 @@ def test_a_dead_peer_is_named():
     assert all("rank 1 died" in error for error in (first, *others))
 
 
-def register_differing(group: weft.Group, switch: str) -> list[str]:
-    """Return the errors of registering with an unsupported SGLang, also by entry point."""
-    os.environ[allreduce.SWITCH] = switch
-    install_standin("sglang", RELEASE)
-    groups: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
-    groups.get_moe_ep_group = lambda name: None
-    del groups.GroupCoordinator._all_reduce_out_place
-    errors = []
-    for call in (allreduce.register, plugin.register):
-        try:
-            call()
-        except (SystemExit, SetupError) as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    return errors
-
-
 def lose_hook(group: weft.Group) -> str:
     runner = make_runner(group)
     (fused,) = (hook for hook in allreduce.HOOKS if hook.function is allreduce.reduce_and_norm)
@@ -296,14 +276,19 @@ def lose_hook(group: weft.Group) -> str:
     return error_of(runner.load_model)
 
 
-def test_an_unsupported_sglang_ends_the_server(ranks):
-    calls = [*((register_differing, switch) for switch in ("1", "on", "0")), (lose_hook,)]
-    ((alone, inside),), ((wrong, _),), (none,), (error,) = launch_cases(ranks, 1, *calls)
-    assert alone == inside
-    assert alone.startswith("SystemExit: weft in SGLang: SGLang")
-    assert "GroupCoordinator._all_reduce_out_place" in alone
-    assert "get_moe_ep_group has parameters (name), not ()" in alone
-    assert wrong.startswith("SystemExit: weft in SGLang: WEFT_SGLANG_ALLREDUCE is 'on'")
-    assert none == []
+def test_a_hook_that_sglang_could_not_apply_is_an_error(ranks):
+    (((error),),) = launch_cases(ranks, 1, (lose_hook,))
     assert error.startswith("SetupError")
     assert "_forward_with_allreduce_fusion" in error
+
+
+def test_an_unsupported_sglang_ends_the_server(monkeypatch):
+    """Of errors of plug-ins, SGLang ends for this one only."""
+    for switch in ("", "0"):
+        monkeypatch.setenv(allreduce.SWITCH, switch)
+        allreduce.register()
+    for switch, text in (("on", r"WEFT_SGLANG_ALLREDUCE is 'on'"), ("1", "does not match weft's")):
+        monkeypatch.setenv(allreduce.SWITCH, switch)
+        for register in (allreduce.register, plugin.register):
+            with pytest.raises(SystemExit, match=f"weft in SGLang: .*{text}"):
+                register()

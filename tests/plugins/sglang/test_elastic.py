@@ -259,38 +259,44 @@ def test_experts_without_a_replica_are_named(sglang: Any) -> None:
     assert elastic.find_experts_without_replica(places, {2}) == [(1, 3)]
 
 
-def tokenizer_of(sglang: Any, backend: str | None) -> Any:
-    flags = SimpleNamespace(elastic_ep_backend=backend)
-    sglang.STATE.exec = SimpleNamespace(moe=flags)
-    sglang.STATE.parallel.num_dp_ranks = 3
-    return sglang.TokenizerManager()
-
-
 def test_requests_of_a_dead_rank_are_aborted(sglang: Any) -> None:
     """Other requests continue, and new ones go to living ranks."""
-    request, tokenizer = sglang.TokenizedGenerateReqInput, tokenizer_of(sglang, "weft")
-    asked = [request(str(number)) for number in range(4)]
-    named = sglang.TokenizedEmbeddingReqInput("named", routed_dp_rank=2)
-    health = request("HEALTH_CHECK 1")
-    tokenizer.ask(*asked, named, health)
+    sglang.STATE.exec = SimpleNamespace(moe=SimpleNamespace(elastic_ep_backend="weft"))
+    sglang.STATE.parallel.num_dp_ranks = 3
+    request, sent = sglang.TokenizedGenerateReqInput, []
+    aborted: list[Any] = []
+    manager = SimpleNamespace(rid_to_state={}, fan_out=0, _handle_abort_req=aborted.append)
+    manager.update_control_communicator_fan_out = lambda count: setattr(manager, "fan_out", count)
+
+    def send(*objects: Any) -> None:
+        for each in objects:
+            manager.rid_to_state[getattr(each, "rid", None)] = SimpleNamespace()
+            elastic.route_requests(lambda _, each: sent.append(each), manager, each)
+
+    asked = [request(rid=str(number)) for number in range(4)]
+    named = sglang.TokenizedEmbeddingReqInput(rid="named", routed_dp_rank=2)
+    health = request(rid="HEALTH_CHECK 1")
+    send(*asked, named, health)
     ranks = [each.routed_dp_rank for each in (*asked, named, health)]
     assert ranks == [1, 2, 0, 1, 2, None]
-    for _ in range(2):  # every survivor reports, after every batch
-        tokenizer._dispatch_to_scheduler(sglang.ActiveRanksOutput([True, True, False]))
-    assert set(tokenizer.answers) == {"1", "named"}
-    assert tokenizer.answers["1"]["status_code"] is HTTPStatus.SERVICE_UNAVAILABLE
-    assert "rank 2, which processed this request, has died" in tokenizer.answers["1"]["message"]
-    assert tokenizer.fan_out == 2
-    more = [request(f"more {number}") for number in range(3)]
-    tokenizer.ask(*more)
-    batch = sglang.BatchTokenizedGenerateReqInput([request("b") for _ in "12"])
-    tokenizer._dispatch_to_scheduler(batch)
+    dead = sglang.ActiveRanksOutput(status=[True, True, False])
+    send(dead, dead)  # every survivor reports, after every batch
+    assert [each.rid for each in aborted] == ["1", "named"]
+    reason = aborted[0].finished_reason
+    assert reason["status_code"] is HTTPStatus.SERVICE_UNAVAILABLE
+    assert "rank 2, which processed this request, has died" in reason["message"]
+    assert manager.fan_out == 2
+    more = [request(rid=f"more {number}") for number in range(3)]
+    batch = sglang.BatchTokenizedGenerateReqInput([request(rid="b") for _ in "12"])
+    send(*more, batch)
     assert [each.routed_dp_rank for each in (*more, *batch)] == [0, 1, 0, 1, 0]
+    late = request(rid="late", routed_dp_rank=2)
     with pytest.raises(ValueError, match="routed_dp_rank is 2, but this rank has died"):
-        tokenizer.ask(request("late", routed_dp_rank=2))
-    assert "late" not in [getattr(each, "rid", None) for each in tokenizer.sent]
-    stock = request("1")  # without the flag nothing is chosen
-    tokenizer_of(sglang, None).ask(stock)
+        send(late)
+    assert late not in sent
+    sglang.STATE.exec.moe.elastic_ep_backend = None  # without the flag nothing is chosen
+    stock = request(rid="1")
+    send(stock)
     assert stock.routed_dp_rank is None
 
 
@@ -320,7 +326,7 @@ def unfit(group: weft.Group, flags: dict[str, Any]) -> str:
 def test_flags_that_prevent_recovery_are_refused(ranks: Any) -> None:
     """One error lists all flags as they are written; other all-to-alls would wait for the dead."""
     wrong = {"disable_overlap_schedule": False, "moe_dense_tp_size": None, "max_ep_size": 8}
-    calls = [(unfit, wrong | {"ep_dispatch_algorithm": None}), (unfit, {"flags": ()})]
+    calls = [(unfit, wrong | {"ep_dispatch_algorithm": None}), (unfit, {"backend": "none"})]
     flags, backend = launch_cases(ranks, 2, *calls)
     assert {each.split(": ")[1] for each in flags} == {
         "--elastic-ep-backend weft needs --disable-overlap-schedule, --moe-dense-tp-size 1, no "

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
+import contextlib
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.plugins.sglang.server import RELEASE, enter, leave
-from tests.plugins.standins import install_standin, module_of
+from tests.plugins.standins import install_standin, refuse
 from weft.errors import InvalidArgument, OutOfOrder, SetupError
 from weft.gemm import quantize_mxfp4, unpack_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
@@ -23,8 +23,8 @@ from weft.moe import CLAMPED_SWIGLU, Gating
 from weft.plugins.blocks import Limits
 from weft.plugins.engine_api import Engine
 from weft.plugins.settings import Settings
-from weft.plugins.sglang import allreduce, engine, flags, models, register
-from weft.plugins.sglang.hooks import SGLANG, check_applied, create_server_terminator
+from weft.plugins.sglang import engine, flags, models, register
+from weft.plugins.sglang.hooks import check_applied, create_server_terminator
 from weft.plugins.sglang.weights import build_layer, check_experts
 
 
@@ -35,51 +35,86 @@ def sglang() -> Iterator[Any]:
     leave()
 
 
+def resolved_view(args: Any) -> Any:
+    return args
+
+
+def exclude_graphs(args: Any) -> bool:
+    """SGLang's rule that excludes prefill from graphs, of the flags and of the backend."""
+    return args.overlap or resolved_view(args).moe_a2a_backend not in ("none", "deepep")
+
+
 def test_flags_of_weft(sglang: Any) -> None:
-    """The backend has a name, whole experts on each rank, and a separate shared expert.
+    """Whole experts on each rank, and a separate shared expert; other backends are SGLang's."""
+    for backend in ("weft", "deepep", "other"):
+        args = SimpleNamespace(moe_a2a_backend=backend, tp_size=4, overlap=False)
+        ours = backend == "weft"
+        assert flags.override_ep_size(lambda _: {}, args) == ({"ep_size": 4} if ours else {})
+        changes = {"disable_shared_experts_fusion": True} if ours else {}
+        assert flags.disable_shared_expert_fusion(lambda _: {}, args) == changes
+        backends = flags.resolve_backend_alias(lambda *args: args, sglang.MoeA2ABackend, backend)
+        alias = sglang.MoeA2ABackend.CUSTOMIZED if ours else (sglang.MoeA2ABackend, backend)
+        assert backends == alias
+        # What keeps prefill out of graphs with the backends that SGLang knows does so with weft.
+        assert flags.allow_prefill_graphs(exclude_graphs, args) == (backend == "other")
+        args.overlap = True
+        assert flags.allow_prefill_graphs(exclude_graphs, args)
+    assert resolved_view(sglang) is sglang
 
-    What keeps prefill out of graphs with the backends that SGLang knows does so with weft, too.
-    """
-    for _ in range(2):  # SGLang loads plug-ins once; a second load adds no hook
-        enter()
-    weft, parse, backends = ("--moe-a2a-backend", "weft"), sglang.parse, sglang.MoeA2ABackend
-    args, plain = parse(*weft, "--tp-size", "4"), parse("--tp-size", "4")
-    assert (args.ep_size, args.disable_shared_experts_fusion) == (4, True)
-    assert (plain.ep_size, plain.disable_shared_experts_fusion) == (1, False)
-    assert backends("weft") is backends.CUSTOMIZED
-    assert backends(None) is backends.NONE
-    with pytest.raises(ValueError, match="No MoeA2ABackend member for value woof"):
-        backends("woof")
-    assert {len(hooks) for hooks in sglang.HookRegistry._hooks.values()} == {1}
-    assert sglang.HookRegistry._patched == set(sglang.HookRegistry._hooks)
 
-    def graphs(*flags: str, **more: object) -> str:
-        return str(parse(*flags, **more).cuda_graph_config.prefill.backend)
-
-    assert graphs() == graphs("--moe-a2a-backend", "deepep") == graphs(*weft) == "breakable"
-    assert graphs(*weft, enable_two_batch_overlap=True) == "disabled"
-    assert graphs(*weft, attn_cp_size=2) == "disabled"
-    assert graphs(moe_a2a_backend="another") == "disabled"
-
-    # With DP attention all ranks know all counts, by no other backend.
-    state, asks = sglang.STATE, importlib.import_module("sglang.srt.utils.common")
+def test_backend_of_weft_in_the_forward_pass(sglang: Any) -> None:
+    """With DP attention all ranks know all counts, by no other backend."""
+    state = sglang.STATE
+    asks = functools.partial(flags.requires_mlp_tp_gather, lambda **_: False)
     for backend, dp, want in (("weft", True, True), ("weft", False, False), ("none", True, False)):
         state.backend, state.parallel.attn_dp_enabled = backend, dp
-        assert asks.require_mlp_tp_gather() is want
-    # It may ask about a draft model's backend instead of this one's.
-    assert asks.require_mlp_tp_gather(moe_a2a_backend="weft")
+        assert asks() is want
+    # SGLang may ask about a draft model's backend instead of this one's.
+    assert asks(moe_a2a_backend="weft")
     state.backend = "weft"
-    assert not asks.require_mlp_tp_gather(moe_a2a_backend="none")
+    assert not asks(moe_a2a_backend="none")
+
+    overlap, seen = SimpleNamespace(enable_single_batch_overlap=True), []
+
+    @contextlib.contextmanager
+    def override(**kwargs: bool) -> Iterator[None]:
+        seen.append(kwargs)
+        yield
+        seen.pop()
+
+    overlap.override = override
+    for backend, changes in (("weft", [{"enable_single_batch_overlap": False}]), ("none", [])):
+        state.exec = SimpleNamespace(moe=SimpleNamespace(moe_a2a_backend=backend), overlap=overlap)
+        assert flags.disable_overlap(lambda: list(seen)) == changes
 
 
-def test_choices_that_are_no_list_are_refused(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    hints = {"moe_a2a_backend": Annotated[str, SimpleNamespace(choices=("none",))]}
-    monkeypatch.setattr(sglang.ServerArgs, "__annotations__", hints)
-    with pytest.raises(SetupError, match=r"ServerArgs\.moe_a2a_backend has no list of choices"):
+def test_plug_in_is_registered_once(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors come before anything is patched; a second load adds no hook."""
+    names = ("moe_a2a_backend", "speculative_moe_a2a_backend", "elastic_ep_backend")
+    fields: dict[str, Any] = {name: SimpleNamespace(choices=["none"]) for name in names}
+    hints = {name: Annotated[str, field] for name, field in fields.items()}
+    sglang.ServerArgs = type("ServerArgs", (), {"__annotations__": hints})
+    monkeypatch.setenv("WEFT_SGLANG_FORM", "blocks")
+    with pytest.raises(InvalidArgument, match="FORM is 'blocks'; choose one of 'block'"):
         register()
+    monkeypatch.delenv("WEFT_SGLANG_FORM")
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "check", refuse)
+        with pytest.raises(SetupError, match="differs"):
+            register()
+    with monkeypatch.context() as patch:
+        patch.setattr(fields["elastic_ep_backend"], "choices", ("none",))
+        with pytest.raises(SetupError, match=r"ServerArgs\.elastic_ep_backend has no list of cho"):
+            register()
+    assert not sglang.HookRegistry._hooks
+    assert all(field.choices == ["none"] for field in fields.values())
+    for _ in range(2):
+        register()
+    assert all(field.choices == ["none", "weft"] for field in fields.values())
+    assert {len(hooks) for hooks in sglang.HookRegistry._hooks.values()} == {1}
 
 
-def test_parts_of_0_5_17(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_0_5_17(sglang: Any) -> None:
     """What differs there: flags, choices, gathered counts, shared experts, and routing."""
     args = SimpleNamespace(moe_a2a_backend="weft", enable_single_batch_overlap=True)
     enter()
@@ -87,10 +122,9 @@ def test_parts_of_0_5_17(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert args.enable_single_batch_overlap
     args.moe_a2a_backend = "none"
     assert flags.disable_overlap(lambda args: args, args) is args
-    server_args = importlib.import_module("sglang.srt.server_args")
-    monkeypatch.setattr(server_args, "MOE_A2A_BACKEND_CHOICES", ["none"], raising=False)
+    sglang.MOE_A2A_BACKEND_CHOICES = ["none"]
     assert flags.get_choice_lists() == [["none"]]
-    monkeypatch.setattr(sglang.STATE, "parallel", SimpleNamespace(enable_dp_attention=True))
+    sglang.STATE.parallel = SimpleNamespace(enable_dp_attention=True)
     assert flags.has_dp_attention()
     fallback = flags.get_noncontiguous_fallback(lambda info: torch.tensor([0, 0, 1]), None)
     rows = fallback.expand(1, 3).contiguous()  # of one rank; written over what it may not share
@@ -104,78 +138,16 @@ def test_parts_of_0_5_17(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert models.replicate_shared_expert(init, None, prefix="mlp.shared_experts") == (0, 1)
     assert models.replicate_shared_expert(init, None, prefix="mlp") == (3, 4)
 
-    info = SimpleNamespace(init_new=lambda layer_id: f"replicas of {layer_id}")
-    owner = module_of("sglang.srt.eplb.expert_location_dispatch")
-    monkeypatch.setattr(owner, "ExpertLocationDispatchInfo", info, raising=False)
-    owner = module_of("sglang.srt.model_executor.forward_batch_info")
+    sglang.ExpertLocationDispatchInfo = SimpleNamespace(init_new=lambda layer_id: f"of {layer_id}")
     block = SimpleNamespace(layer_id=5, gate=lambda x: (x, None), topk=lambda *_, **more: more)
     batch, x = SimpleNamespace(num_token_non_padded=6), torch.ones(1)
     for draft, several in ((False, True), (True, False)):
-        block.is_nextn, kept = draft, lambda several=several: several
-        monkeypatch.setattr(owner, "enable_num_token_non_padded", kept, raising=False)
+        block.is_nextn = draft
+        sglang.enable_num_token_non_padded = lambda several=several: several
         assert engine._run_router(block, x, batch) == {
             "num_token_non_padded": 6 if several else None,  # which is stale with one rank
-            "expert_location_dispatch_info": None if draft else "replicas of 5",
+            "expert_location_dispatch_info": None if draft else "of 5",
         }
-    boundary = importlib.import_module("sglang.srt.layers.layer_boundary")
-    monkeypatch.delattr(boundary, "FUSE_ALLREDUCE_MAX_BATCH_SIZE")
-    communicator = module_of("sglang.srt.layers.communicator")
-    monkeypatch.setattr(communicator, "FUSE_ALLREDUCE_MAX_BATCH_SIZE", 9, raising=False)
-    assert allreduce._read_max_fused_tokens() == 9
-
-
-def test_an_unsupported_sglang_is_refused_before_patching(
-    sglang: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One error lists all differences; the command line then knows no backend "weft"."""
-    layer = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
-    monkeypatch.setattr(layer, "create_moe_dispatcher", lambda moe_runner_config: 0)
-    monkeypatch.delattr(sglang.ModelRunner, "load_model")
-    monkeypatch.setattr(sglang.FusedMoE, "__init__", lambda self: None)
-    before = dict(vars(importlib.import_module("sglang.srt.layers.dp_attention")))
-    with pytest.raises(SetupError) as raised:
-        register()
-    for part in (
-        "SGLang 0.5.23 does not match weft's plug-in, so nothing was patched: ",
-        "create_moe_dispatcher has parameters (moe_runner_config), not (moe_runner_config, quant_",
-        "sglang.srt.model_executor.model_runner.ModelRunner.load_model does not exist",
-        "FusedMoE.__init__ has no dispatcher, hidden_size, intermediate_size_per_partition",
-        "Supported: 0.5.23, 0.5.17. Install one of them",
-    ):
-        assert part in str(raised.value)
-    assert "version" not in str(raised.value)
-    enter()
-    assert "SetupError" in caplog.text
-    assert not sglang.HookRegistry._hooks
-    assert dict(vars(importlib.import_module("sglang.srt.layers.dp_attention"))) == before
-    with pytest.raises(argparse.ArgumentError, match="invalid choice: 'weft'"):
-        sglang.parse("--moe-a2a-backend", "weft")
-
-
-def test_an_unsupported_version_is_refused(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if its names are equal; signatures are compared with those of the version."""
-    monkeypatch.setattr(Engine, "get_version", lambda self: "0.5.18")
-    with pytest.raises(SetupError, match="SGLang 0.5.18 .*: its version is not supported"):
-        register()
-    monkeypatch.setattr(Engine, "get_version", lambda self: "0.5.17")
-    with pytest.raises(SetupError) as raised:
-        register()
-    assert "not match weft's plug-in" in str(raised.value)
-    assert "gather has parameters (*, moe_a2a_backend=), not (server_args)" in str(raised.value)
-    assert "version" not in str(raised.value)
-    assert "routing_inputs" not in str(raised.value)  # which 0.5.17 has not
-    for release in ("0.5.17", "0.5.17.post1", "0.5.17+cu130"):
-        assert SGLANG.match_release(release) == "0.5.17"
-    for release in ("0.5.170", "0.5.1", "10.5.17", "(unknown version)"):
-        assert SGLANG.match_release(release) is None
-
-
-def test_a_wrong_setting_is_refused(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error comes before the choice is added, as all errors of register do."""
-    monkeypatch.setenv("WEFT_SGLANG_FORM", "blocks")
-    with pytest.raises(InvalidArgument, match="FORM is 'blocks'; choose one of 'block'"):
-        register()
-    assert all("weft" not in choices for choices in flags.get_choice_lists())
 
 
 def test_a_hook_that_sglang_could_not_apply_is_an_error(sglang: Any) -> None:
@@ -207,9 +179,9 @@ def test_limits() -> None:
 
 def test_decode_tokens_are_those_of_graphs_that_are_captured(sglang: Any) -> None:
     """SGLang also has sizes with --disable-cuda-graph, which are ignored."""
-    args = sglang.parse(chunked_prefill_size=128)
+    args = sglang.make_args(chunked_prefill_size=128)
     for backend, decode in (("full", 32), ("breakable", 32), ("disabled", 64)):
-        args.cuda_graph_config.decode = sglang.PhaseConfig(backend, 32, [1, 32])
+        args.cuda_graph_config.decode = SimpleNamespace(backend=backend, max_bs=32, bs=[1, 32])
         assert flags.compute_limits(args, Settings()) == Limits(decode, 128)
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for vLLM on CPU ranks, in plain torch: what weft's plug-in reads and calls.
 
-`vllm` is this file; `tests.plugins.standins.install_standin` makes the submodules by the plug-in's
-tables.
+All of vLLM's modules are this one; `tests.plugins.standins` says how.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -18,67 +17,29 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from weft.plugins.vllm import allreduce, engine
-
-ENTRIES = (*engine.EXPECTED_API, *allreduce.EXPECTED_API)
-# Names that the plug-in imports, or finds, without an entry in its tables.
-MODULES = """
-platforms current_platform
-forward_context forward
-distributed.device_communicators.flashinfer_all_reduce flashinfer_comm
-model_executor.models.gpt_oss GptOssRoutedExperts
-model_executor.models.transformers.moe TransformersRoutedExperts
-model_executor.models.dbrx DbrxExperts
-model_executor.layers.fused_moe.modular_kernel FusedMoEActivationFormat
-model_executor.layers.fused_moe.routed_experts RoutedExperts
-"""
-
 # Flags, groups and the forward pass.
 
 
-@dataclass
-class ParallelConfig:
-    all2all_backend: str = "allgather_reducescatter"
-    expert_placement_strategy: str = "linear"
-    enable_dbo: bool = False
-    ubatch_size: int = 0
-    enable_elastic_ep: bool = False
-    prefill_context_parallel_size: int = 1
+def make_config() -> Any:
+    """Return a VllmConfig."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=True, enable_sleep_mode=False),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=32),
+        parallel_config=SimpleNamespace(
+            **{"all2all_backend": "allgather_reducescatter", "enable_elastic_ep": False},
+            **{"expert_placement_strategy": "linear", "enable_dbo": False, "ubatch_size": 0},
+            prefill_context_parallel_size=1,
+        ),
+        lora_config=None,
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
+    )
 
 
-@dataclass
-class ModelConfig:
-    enforce_eager: bool = True
-    enable_sleep_mode: bool = False
-
-
-@dataclass
-class SchedulerConfig:
-    max_num_seqs: int = 4
-    max_num_batched_tokens: int = 32
-
-
-@dataclass
-class CompilationConfig:
-    max_cudagraph_capture_size: int | None = None
-
-
-@dataclass
-class VllmConfig:
-    model_config: ModelConfig = field(default_factory=ModelConfig)
-    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
-    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
-    lora_config: Any = None
-    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
-
-
-CURRENT = VllmConfig()
+CURRENT = make_config()
 current_platform = SimpleNamespace(is_cpu=lambda: True)
-flashinfer_comm: object = "FlashInfer"
-fi_ar_available = True
 
 
-def get_current_vllm_config() -> VllmConfig:
+def get_current_vllm_config() -> Any:
     return CURRENT
 
 
@@ -93,31 +54,18 @@ def get_ep_group() -> Any:
     return GroupCoordinator.of_experts
 
 
-@dataclass
-class DPMetadata:
-    local_sizes: list[int] | None = None
-
-    def get_chunk_sizes_across_dp_rank(self) -> list[int] | None:
-        return self.local_sizes
+_contexts: list[Any] = []
 
 
-@dataclass
-class ForwardContext:
-    dp_metadata: DPMetadata | None = None
-    is_padding: torch.Tensor | None = None
-
-
-_contexts: list[ForwardContext] = []
-
-
-def get_forward_context() -> ForwardContext:
+def get_forward_context() -> Any:
     return _contexts[-1]
 
 
 @contextmanager
 def forward(sizes: list[int] | None, padding: torch.Tensor | None) -> Iterator[None]:
     """Run a forward pass of the tests."""
-    _contexts.append(ForwardContext(None if sizes is None else DPMetadata(sizes), padding))
+    metadata = SimpleNamespace(get_chunk_sizes_across_dp_rank=lambda: sizes) if sizes else None
+    _contexts.append(SimpleNamespace(dp_metadata=metadata, is_padding=padding))
     try:
         yield
     finally:
@@ -157,21 +105,6 @@ class FusedMoEParallelConfig:
     @property
     def is_sequence_parallel(self) -> bool:
         return self.sp_size > 1
-
-
-@dataclass
-class FusedMoEConfig:
-    num_experts: int
-    num_local_experts: int
-    experts_per_token: int
-    hidden_dim: int
-    intermediate_size_per_partition: int
-    in_dtype: torch.dtype
-    moe_parallel_config: FusedMoEParallelConfig
-    activation: Any
-    has_bias: bool = False
-    is_act_and_mul: bool = True
-    max_num_tokens: int = 32
 
 
 @dataclass

@@ -51,16 +51,14 @@ def parallel(rank: int, size: int, **other: Any) -> Any:
 
 
 def config_of(group: weft.Group | None = None, **other: Any) -> Any:
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
-
     rank, size = (0, 1) if group is None else (group.rank, group.size)
     plain = {
         **{"num_experts": EXPERTS, "num_local_experts": EXPERTS // size},
         **{"experts_per_token": TOP_K, "hidden_dim": HIDDEN, "in_dtype": torch.float32},
         **{"intermediate_size_per_partition": INTERMEDIATE, "activation": SILU},
-        "moe_parallel_config": parallel(rank, size),
+        **{"moe_parallel_config": parallel(rank, size), "has_bias": False, "is_act_and_mul": True},
     }
-    return FusedMoEConfig(**plain | other)
+    return SimpleNamespace(**plain | other)
 
 
 def scaled(shape: tuple[int, ...], seed: int) -> torch.Tensor:
