@@ -10,75 +10,81 @@ import torch
 
 import weft
 from tests.compat.calls import refused
-from tests.compat.reduces import (
-    BF16,
-    HIDDEN,
-    RANKS,
-    TOKENS,
-    Pattern,
-    make,
-    poison,
-    rows_for,
-    same,
-)
+from tests.kinds import ANY, CPU, THREADS, on_ranks
+from tests.rounds import bits
 from tests.sums import Sum
 from weft import reference
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant
+from weft.compat import flashinfer
 from weft.compat.flashinfer import AllReduceFusionWorkspace, allreduce_fusion
-from weft.errors import OutOfOrder, TokenOverflow
+from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
 
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+RANKS, TOKENS, HIDDEN = 2, 6, 256
+BF16 = torch.bfloat16
 # Five groups of 128 columns: the second packed word is padded. On 3 and 4 ranks one shot has slots
 # for one row less than MOST.
 WIDE, MOST, TOP_K = 640, 65, 3
 WITH_NORM = (1, 4, 6, 7, 9, 11)
 
 
-def in_place(group: weft.Group, tokens: int) -> None:
-    """Write residual and norm over residual and input as engines do, or over the input alone."""
+def make(ranks: weft.Group, **changes: Any) -> AllReduceFusionWorkspace:
+    sizes: dict[str, Any] = {"max_token_num": TOKENS, "hidden_dim": HIDDEN, "dtype": BF16}
+    place = {"world_size": ranks.size, "rank": ranks.rank, "group": ranks}
+    kwargs = {"backend": "trtllm", **sizes, **place, **changes}
+    return flashinfer.create_allreduce_fusion_workspace(**kwargs)
+
+
+def same(got: torch.Tensor | None, want: torch.Tensor | None) -> None:
+    assert got is not None
+    assert want is not None
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    assert torch.equal(bits(got), bits(want))
+
+
+def poison(device: torch.device, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    size = (*shape, dtype.itemsize)
+    return torch.full(size, 0xFF, dtype=torch.uint8, device=device).view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("tokens", [0, TOKENS])
+@on_ranks(RANKS, [CPU, *ANY])
+def test_results_may_replace_the_inputs(group, tokens):
+    """Residual and norm over residual and input, as engines write them, or over the input alone."""
+    case = Sum(tokens, HIDDEN)
+    xs = [case.rows(rank, group.device) for rank in range(RANKS)]
+    residual_in, weight = case.shared(group.device)
+    want = reference.allreduce_fused(xs, residual_in, weight)
     with make(group) as workspace:
-        rows = rows_for(group.device, tokens)
-        want = reference.allreduce_fused(rows.xs, rows.residual, rows.weight)
-        kwargs: dict[str, Any] = {"rms_gamma": rows.weight, "pattern": 1, "workspace": workspace}
-        x, residual = rows.xs[group.rank].clone(), rows.residual.clone()
+        kwargs: dict[str, Any] = {"rms_gamma": weight, "pattern": 1, "workspace": workspace}
+        x, residual = xs[group.rank].clone(), residual_in.clone()
         allreduce_fusion(x, residual_in=residual, residual_out=residual, norm_out=x, **kwargs)
         same(x, want.norm)
         same(residual, want.residual)
-        x, norm = rows.xs[group.rank].clone(), poison(group.device, tokens, HIDDEN)
-        allreduce_fusion(x, residual_in=rows.residual, residual_out=x, norm_out=norm, **kwargs)
+        x, norm = xs[group.rank].clone(), poison(group.device, tokens, HIDDEN)
+        allreduce_fusion(x, residual_in=residual_in, residual_out=x, norm_out=norm, **kwargs)
         same(x, want.residual)
         same(norm, want.norm)
-        x = rows.xs[group.rank].clone()
-        assert allreduce_fusion(x, workspace, Pattern.kAllReduce, output=x) is x
-        same(x, reference.allreduce_fused(rows.xs).out)
-
-
-@pytest.mark.parametrize("kind", ["cpu", "threads", CUDA])
-@pytest.mark.parametrize("tokens", [0, TOKENS])
-def test_results_may_replace_the_inputs(ranks, kind, tokens):
-    ranks(RANKS, kind)(in_place, tokens)
+        x = xs[group.rank].clone()
+        pattern = flashinfer.AllReduceFusionPattern.kAllReduce
+        assert allreduce_fusion(x, workspace, pattern, output=x) is x
+        same(x, reference.allreduce_fused(xs).out)
 
 
 def specs(device: torch.device, rank: int) -> list[tuple[int, Quant | None, dict[str, Any]]]:
     """Return (pattern, quantisation, arguments), with a static scale of this rank's own."""
     scale = torch.tensor([0.03125 * (1 + rank)], device=device)
-    static = FP8Static(scale)
-    ue8m0, grouped = FP8Group(128, scale="ue8m0"), {"block_quant_group_size": 128}
+    static, ue8m0 = FP8Static(scale), FP8Group(128, scale="ue8m0")
+    grouped = {"block_quant_group_size": 128}
     return [
-        (0, None, {}),
-        (1, None, {}),
-        (2, static, {"scale_factor": scale}),
+        *((0, None, {}), (1, None, {})),
+        *((pattern, static, {"scale_factor": scale}) for pattern in (2, 4)),
         (2, static, {"scale_factor": 0.03125 * (1 + rank)}),
-        (4, static, {"scale_factor": scale}),
-        (8, ue8m0, grouped),
-        (9, ue8m0, grouped),
-        (10, FP8Token(), {}),
-        (11, FP8Token(), {}),
+        *((pattern, ue8m0, grouped) for pattern in (8, 9)),
+        *((pattern, FP8Token(), {}) for pattern in (10, 11)),
     ]
 
 
 def outputs(device: torch.device, pattern: int, tokens: int) -> dict[str, Any]:
-    """Return every tensor that a pattern writes, poisoned."""
     if pattern == 0:
         return {"output": poison(device, tokens, WIDE)}
     made: dict[str, Any] = {"residual_out": poison(device, tokens, WIDE)}
@@ -119,7 +125,7 @@ def compare(out: dict[str, torch.Tensor], want: weft.Reduced) -> None:
         assert not padding.any(), "what follows the last token is zero"
 
 
-def one(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> None:
+def play_rows(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> None:
     """Call every pattern that takes rows; with `way` unset also without output tensors."""
     group, device = workspace.group, workspace.group.device
     xs = [case.rows(rank, device) for rank in range(group.size)]
@@ -139,7 +145,7 @@ def one(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> Non
             compare({names[0]: bare}, want)
 
 
-def moe(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> None:
+def play_experts(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> None:
     """Call patterns 6 and 7, which first sum experts' rows."""
     group, device, tokens = workspace.group, workspace.group.device, case.tokens
     residual, weight = case.shared(device, group.rank)
@@ -152,18 +158,19 @@ def moe(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> Non
     places = torch.arange(TOP_K * tokens, device=device).view(TOP_K, tokens).t().int()
 
     def finalized(index: torch.Tensor, *, scaled: bool = True, adds: bool = True) -> weft.Reduced:
+        weights = scales.t() if scaled else None
         made = [
-            MoEFinalize(each, index, scales.t() if scaled else None, shared=extra if adds else None)
+            MoEFinalize(each, index, weights, shared=extra if adds else None)
             for each, extra in zip(rows, shared, strict=True)
         ]
         return expected(case, group.rank, [reference.finalize_moe(each) for each in made])
 
     out, total = outputs(device, 6, tokens), poison(device, tokens, WIDE)
     allreduce_fusion(
-        shared[group.rank], workspace, Pattern.kMoEReductionARResidualRMSNorm, output=total,
-        moe_reduction_device_num_experts=TOP_K, moe_reduction_scale_input=scales,
+        shared[group.rank], workspace, 6, output=total, moe_reduction_device_num_experts=TOP_K,
         moe_reduction_active_experts_token_input=rows[group.rank],
-        moe_reduction_token_input=shared[group.rank], **kwargs, **out,
+        moe_reduction_scale_input=scales, moe_reduction_token_input=shared[group.rank],
+        **kwargs, **out,
     )  # fmt: skip
     compare(out | {"output": total}, finalized(places))
     places = places.contiguous()
@@ -171,82 +178,83 @@ def moe(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> Non
     for scaled, adds in ((True, True), (False, True), (True, False)):
         out = outputs(device, 7, tokens)
         allreduce_fusion(
-            rows[group.rank], workspace, Pattern.kMoEFinalizeARResidualRMSNorm,
-            expanded_idx_to_permuted_idx=places,
+            rows[group.rank], workspace, 7, expanded_idx_to_permuted_idx=places,
             expert_scale_factor=scales.t().contiguous() if scaled else None,
             shared_expert_output=shared[group.rank] if adds else None, **kwargs, **out,
         )  # fmt: skip
         compare(out, finalized(places, scaled=scaled, adds=adds))
 
 
-def own(group: weft.Group, sizes: tuple[int, ...]) -> None:
-    changes: dict[str, Any] = {
-        "world_size": group.size,
-        "hidden_dim": WIDE,
-        "max_token_num": MOST,
-    }
-    with make(group, backend="auto", **changes) as workspace:
+def every_pattern(group: weft.Group, sizes: tuple[int, ...]) -> None:
+    with make(group, backend="auto", hidden_dim=WIDE, max_token_num=MOST) as workspace:
         shown = workspace.backend, workspace.rank, workspace.world_size
         assert shown == ("trtllm", group.rank, group.size)
         for seed, tokens in enumerate(sizes):
             for way in (True, False, None):
                 case = Sum(tokens, WIDE, seed=seed, bias=float(seed % 2), differ=True)
-                one(workspace, case, way)
-                moe(workspace, case, way)
+                play_rows(workspace, case, way)
+                play_experts(workspace, case, way)
         workspace.check()
 
 
-@pytest.mark.parametrize("kind", ["threads", CUDA])
+@pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_every_pattern_applies_each_ranks_own(ranks, kind, count):
-    sizes = (1, count + 1, MOST) if count < 8 else (1, 9)
-    ranks(count, kind)(own, sizes)
+    ranks(count, kind)(every_pattern, (1, count + 1, MOST) if count < 8 else (1, 9))
 
 
-def workspaces(group: weft.Group) -> None:
-    rows = rows_for(group.device, TOKENS + 1)
+@on_ranks(RANKS, [THREADS])
+def test_sizes_of_a_workspace(group):
+    x = torch.ones((TOKENS + 1, HIDDEN), dtype=BF16)
     with make(group) as workspace:
-        assert workspace.is_buffer_size_sufficient(RANKS, TOKENS, HIDDEN, BF16)
-        assert workspace.is_buffer_size_sufficient(RANKS, 1, HIDDEN, BF16, use_oneshot=True)
-        for tokens, hidden, dtype in (
-            (2 * TOKENS, HIDDEN // 2, BF16),
-            (TOKENS, HIDDEN, torch.float16),
-            (1, TOKENS * HIDDEN, BF16),
-        ):
-            assert workspace.is_buffer_size_sufficient(RANKS, tokens, hidden, dtype)
-            wide = torch.ones((tokens, hidden), dtype=dtype, device=group.device)
+        fits = workspace.is_buffer_size_sufficient
+        assert fits(RANKS, TOKENS, HIDDEN, BF16)
+        assert fits(RANKS, 1, HIDDEN, BF16, use_oneshot=True)
+        halves = (2 * TOKENS, HIDDEN // 2, BF16), (TOKENS, HIDDEN, torch.float16)
+        for tokens, hidden, dtype in (*halves, (1, TOKENS * HIDDEN, BF16)):
+            assert fits(RANKS, tokens, hidden, dtype)
+            wide = torch.ones((tokens, hidden), dtype=dtype)
             for way in (True, None):
                 same(allreduce_fusion(wide, workspace, 0, use_oneshot=way), wide * RANKS)
         workspace.check()
-        for tp, tokens, hidden, dtype in (
-            (RANKS, TOKENS + 1, HIDDEN, BF16),
-            (RANKS, 1, TOKENS * HIDDEN + 8, BF16),
-            (RANKS, TOKENS, HIDDEN, torch.float32),
-            (RANKS + 1, TOKENS, HIDDEN, BF16),
-        ):
-            assert not workspace.is_buffer_size_sufficient(tp, tokens, hidden, dtype)
-        x = rows.xs[group.rank]
+        assert not fits(RANKS, TOKENS + 1, HIDDEN, BF16)
+        assert not fits(RANKS, 1, TOKENS * HIDDEN + 8, BF16)
+        assert not fits(RANKS, TOKENS, HIDDEN, torch.float32)
+        assert not fits(RANKS + 1, TOKENS, HIDDEN, BF16)
         refused(TokenOverflow, lambda: allreduce_fusion(x, workspace, 0), str(TOKENS + 1))
     workspace.destroy()
     refused(OutOfOrder, lambda: allreduce_fusion(x[:1], workspace, 0), "destroyed")
     refused(OutOfOrder, workspace.check, "destroyed")
 
 
-def test_workspaces(ranks):
-    ranks(RANKS, "threads")(workspaces)
-
-
-def from_a_process_group(group: weft.Group) -> None:
-    """Make workspaces of a process group, which stays the caller's, and of the world."""
-    ranks = group.process_group()
-    for inputs in (ranks, None):
+@on_ranks(RANKS, [CPU])
+def test_a_process_group_names_the_ranks(group):
+    x = torch.full((3, HIDDEN), 1.0 + group.rank, dtype=BF16)
+    for inputs in (group.process_group(), None):
         with make(group, group=inputs) as workspace:
-            rows = rows_for(group.device, 3)
-            want = reference.allreduce_fused(rows.xs).out
-            same(allreduce_fusion(rows.xs[group.rank], workspace, 0), want)
+            same(allreduce_fusion(x, workspace, 0), torch.full_like(x, 3.0))
             assert workspace.group is not group
         assert group.all_gather(1) == [1, 1]
 
 
-def test_a_process_group_names_the_ranks(ranks):
-    ranks(RANKS, "cpu")(from_a_process_group)
+@on_ranks(RANKS, [THREADS])
+def test_calls_that_the_original_allows_are_refused(group):
+    """In addition to test_arguments.py."""
+    x, weight = torch.zeros((2, HIDDEN), dtype=BF16), torch.ones(HIDDEN, dtype=BF16)
+    index = {"expanded_idx_to_permuted_idx": torch.zeros((2, 1), dtype=torch.int32)}
+    calls: list[tuple[int, dict[str, Any], str]] = [
+        (3, {}, "kARResidualRMSNormFP4Quant"),
+        (5, {}, "kARResidualRMSNormOutFP4Quant"),
+        (7, {"quant_out": x, **index}, "quant_out is a tensor"),
+        (7, {"scale_out": x, **index}, "scale_out is a tensor"),
+        (2, {}, "scale_factor is None"),
+        (8, {}, "block_quant_group_size is None"),
+        (7, {}, "expanded_idx_to_permuted_idx is None"),
+    ]
+    with make(group) as workspace:
+        for pattern, kwargs, words in calls:
+            kwargs = {"residual_in": x, "rms_gamma": weight, **kwargs}
+            with pytest.raises(InvalidArgument, match=words):
+                allreduce_fusion(x, workspace, pattern, **kwargs)
+    refused(InvalidArgument, lambda: make(group, backend="mnnvl"), "multicast")
+    refused(InvalidArgument, lambda: make(group, world_size=3), f"rank {group.rank} of 3")

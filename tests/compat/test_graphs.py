@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the compat classes in CUDA graphs, as engines capture them, on 2 and on 4 GPUs.
+"""Calls of the compat classes in CUDA graphs, as engines capture them, and under torch.compile.
 
 A layer runs once, is captured, and its graph is replayed with other tokens, ids and weights in the
 same tensors. On CPU ranks, which have no graphs, the same calls are made again instead.
@@ -8,69 +8,54 @@ same tensors. On CPU ranks, which have no graphs, the same calls are made again 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import weft
-from tests.compat.buffers import returned
-from tests.compat.calls import Mapping, identity
-from tests.compat.reduces import TOKENS, make
-from tests.compat.test_allreduce_fusion import WIDE, compare, expected, outputs, specs
+from tests.compat.calls import Mapping, buffered, identity, layer_of, returned, settle
+from tests.compat.test_allreduce_fusion import TOKENS, WIDE, compare, expected, make, outputs, specs
+from tests.kinds import CPU, CUDA, on_ranks
+from tests.public import MODES
+from tests.rounds import Round
+from tests.steps import capture_body
 from tests.sums import Sum
+from tests.test_defaults import differ
 from weft import reference
-from weft.allreduce.call import Quant, Reduced
 from weft.compat.deep_ep import Buffer
-from weft.compat.flashinfer import (
-    AllReduceFusionWorkspace,
-    MoeAlltoAll,
-    allreduce_fusion,
-    moe_a2a_get_workspace_size_per_rank,
-)
-from weft.compat.triton_dist import EPLowLatencyAllToAllLayer
+from weft.compat.flashinfer import MoeAlltoAll, allreduce_fusion
+from weft.compat.flashinfer import moe_a2a_get_workspace_size_per_rank as size_per_rank
 
 MOST, HIDDEN, TOP_K, EXPERTS = 8, 512, 4, 16
 BF16 = torch.bfloat16
-REPLAYS = 4
 Tensors = tuple[torch.Tensor, ...]
 
-PLACES = [
-    pytest.param(2, "threads"),
-    pytest.param(2, "cuda", marks=pytest.mark.gpu),
-    pytest.param(4, "cuda", marks=pytest.mark.gpu(4)),
-]
+
+class Captured:
+    """A call of (x, ids, weights) that is captured, with its tensors."""
+
+    def __init__(self, group: weft.Group, tokens: int, call: Any, dtype: torch.dtype) -> None:
+        sizes = (tokens,) * group.size, TOP_K, EXPERTS, HIDDEN
+        self.group, self.case = group, Round(*sizes, router="holes", ids_dtype=dtype)
+        self.inputs = self.case.inputs_of(group.rank, group.device)[:3]
+        self.out = torch.empty_like(self.inputs[0])
+
+        def run() -> None:
+            self.out.copy_(call(*self.inputs))
+
+        self.replay = capture_body(group, run)
+
+    def check(self, seed: int, want: Callable[..., torch.Tensor]) -> None:
+        """Replay with other values and compare the result with `want` on the CPU."""
+        values = self.case.next(seed=seed).inputs_of(self.group.rank, self.group.device)[:3]
+        copy_all(self.inputs, values)
+        self.replay()
+        assert torch.equal(self.out.cpu(), want(*(t.cpu() for t in values)))
 
 
-def tokens_of(rank: int, seed: int, tokens: int) -> Tensors:
-    """Return (x, ids, weights) on the CPU, with a few ids of no expert."""
-    generator = torch.Generator().manual_seed(100 * seed + rank)
-    x = torch.randn((tokens, HIDDEN), generator=generator).to(BF16)
-    scores = torch.rand((tokens, EXPERTS), generator=generator)
-    ids = scores.topk(TOP_K, dim=1).indices
-    ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
-    return x, ids, torch.rand((tokens, TOP_K), generator=generator)
-
-
-def replayer(group: weft.Group, call: Callable[[], None]) -> Callable[[], None]:
-    """Call once, and return a function that replays the call as a graph."""
-    call()
-    if group.device.type != "cuda":
-        return call
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    group.barrier()
-    with torch.cuda.graph(graph):
-        call()
-
-    def replay() -> None:
-        graph.replay()
-        torch.cuda.synchronize()
-
-    return replay
-
-
-def refill(places: Tensors, values: Tensors) -> None:
+def copy_all(places: Tensors, values: Tensors) -> None:
     for place, value in zip(places, values, strict=True):
         place.copy_(value)
 
@@ -85,65 +70,43 @@ def widened(numbers: Any) -> torch.Tensor:
     return rows
 
 
-def deep_ep_layers(group: weft.Group, use_fp8: bool, hooks: bool, layers: int) -> None:
-    """Capture some layers in one graph: SGLang waits for events or hooks, vLLM for hooks.
-
-    An odd number of layers, so that a replay does not end on the slot that it began with.
-    """
-    buffer = Buffer(group, num_rdma_bytes=1 << 20, low_latency_mode=True)
-    tokens = MOST - group.rank
-    device = group.device
-    inputs = [
-        tuple(t.to(device) for t in tokens_of(group.rank, layer, tokens)) for layer in range(layers)
-    ]
-    outs = [torch.empty((tokens, HIDDEN), dtype=BF16, device=device) for _ in range(layers)]
+@buffered(num_rdma_bytes=1 << 20, low_latency_mode=True)
+def deep_ep_layers(group: weft.Group, buffer: Buffer, use_fp8: bool, hooks: bool) -> None:
+    """Capture three layers: an odd number, so that a replay does not end on its first slot."""
     mode: dict[str, Any] = {"async_finish": not hooks, "return_recv_hook": hooks}
 
-    def step() -> None:
-        for (x, ids, weights), out in zip(inputs, outs, strict=True):
+    def call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
             numbers, _, handle, event, hook = buffer.low_latency_dispatch(
                 x, ids, MOST, EXPERTS, use_fp8=use_fp8, **mode
             )
-            hook() if hook is not None else event.current_stream_wait()
-            combined, event, hook = buffer.low_latency_combine(
+            settle(event, hook)
+            x, event, hook = buffer.low_latency_combine(
                 widened(numbers), ids, weights, handle, **mode
             )
-            hook() if hook is not None else event.current_stream_wait()
-            out.copy_(combined)
+            settle(event, hook)
+        return x
 
-    replay = replayer(group, step)
-    for turn in range(1, REPLAYS):
-        fresh = [tokens_of(group.rank, 10 * turn + layer, tokens) for layer in range(layers)]
-        for places, values in zip(inputs, fresh, strict=True):
-            refill(places, values)
-        replay()
-        for out, values in zip(outs, fresh, strict=True):
-            want = returned(values, EXPERTS, group.size, "fp8" if use_fp8 else None)
-            assert torch.equal(out.cpu(), want)
-    buffer.check()
-    group.barrier()
-    buffer.destroy()
+    def want(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = returned((x, ids, weights), EXPERTS, group.size, "fp8" if use_fp8 else None)
+        return x
+
+    layers = Captured(group, MOST - group.rank, call, torch.int64)
+    for seed in range(1, 4):
+        layers.check(seed, want)
 
 
 def triton_dist_layer(group: weft.Group) -> None:
-    layer = EPLowLatencyAllToAllLayer(
-        *(MOST, HIDDEN, TOP_K, True, group.rank, EXPERTS, group.size, group.size), group=group
-    )
-    inputs = tuple(t.to(group.device) for t in tokens_of(group.rank, 0, MOST))
-    x, ids, weights = inputs
-    out = torch.empty_like(x)
+    layer = layer_of(group, max_m=MOST, hidden=HIDDEN, topk=TOP_K, num_experts=EXPERTS)
 
-    def step() -> None:
+    def call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         token, scale, _, meta = layer.dispatch(x, None, ids)
-        out.copy_(layer.combine(widened((token, scale)), ids, weights, meta))
+        return layer.combine(widened((token, scale)), ids, weights, meta)
 
-    replay = replayer(group, step)
-    for turn in range(1, REPLAYS):
-        fresh = tokens_of(group.rank, turn, MOST)
-        refill(inputs, fresh)
-        replay()
-        want = returned(fresh, EXPERTS, group.size, "fp8", recipe="triton_dist")
-        assert torch.equal(out.cpu(), want)
+    captured = Captured(group, MOST, call, torch.int32)
+    for seed in range(1, 4):
+        captured.check(seed, lambda *x: returned(x, 16, group.size, "fp8", recipe="triton_dist"))
     layer.check()
     group.barrier()
     layer.finalize()
@@ -151,107 +114,90 @@ def triton_dist_layer(group: weft.Group) -> None:
 
 def flashinfer_sizes(group: weft.Group, in_workspace: bool) -> None:
     """Capture a graph for each batch size over one workspace, largest first, as engines do."""
-    device, ranks = group.device, group.size
-    row = HIDDEN * 2 + TOP_K * 8
-    a2a = MoeAlltoAll(
-        Mapping(group.rank, group.size), max_num_tokens=MOST, top_k=TOP_K, num_experts=EXPERTS,
-        workspace_size_per_rank=moe_a2a_get_workspace_size_per_rank(ranks, MOST, row, HIDDEN * 2),
-        group=group,
-    )  # fmt: skip
-    placement = weft.Placement.blocks(EXPERTS, ranks)
-    own = torch.tensor(placement.experts_of(group.rank), device=device)
-    made = []
-    for tokens in (MOST, 3, 1):
-        x, ids, weights = (t.to(device) for t in tokens_of(group.rank, tokens, tokens))
-        given = x, ids.int(), weights
-        out = torch.empty_like(x)
+    size = size_per_rank(group.size, MOST, HIDDEN * 2 + TOP_K * 8, HIDDEN * 2)
+    sizes: dict[str, Any] = {"workspace_size_per_rank": size, "group": group}
+    placement = weft.Placement.blocks(EXPERTS, group.size)
+    own = torch.tensor(placement.experts_of(group.rank), device=group.device)
+    with MoeAlltoAll(Mapping(group.rank, group.size), MOST, TOP_K, EXPERTS, **sizes) as a2a:
 
-        def step(given: Tensors = given, out: torch.Tensor = out) -> None:
-            x, ids, weights = given
-            rows = a2a.dispatch(ids, [x, ids, weights], len(x), EXPERTS, 1)
-            y = identity(rows, own)
+        def call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            y = identity(a2a.dispatch(ids, [x, ids, weights], len(x), EXPERTS, 1), own)
             if in_workspace:
                 place = a2a.get_combine_payload_tensor_in_workspace(len(x), HIDDEN, BF16)
                 y = place.copy_(y)
-            out.copy_(a2a.combine(y, len(x), payload_in_workspace=in_workspace))
+            return a2a.combine(y, len(x), payload_in_workspace=in_workspace)
 
-        made.append((given, out, replayer(group, step)))
-    for turn in range(1, REPLAYS):
-        for given, out, replay in (*made, *made[::-1]):
-            x, ids, weights = tokens_of(group.rank, 10 * turn + len(out), len(out))
-            refill(given, (x, ids.int(), weights))
-            replay()
-            want = reference.identity_round_trip(x, ids.int(), weights, placement, ranks=ranks)
-            assert torch.equal(out.cpu(), want)
-    a2a.check()
-    a2a.close()
+        graphs = [Captured(group, tokens, call, torch.int32) for tokens in (MOST, 3, 1)]
+        want = partial(reference.identity_round_trip, placement=placement, ranks=group.size)
+        for seed, graph in enumerate(3 * (*graphs, *graphs[::-1]), 1):
+            graph.check(seed, want)
+        a2a.check()
 
 
-class Reduces:
-    """One pattern's call, its tensors and the expected results."""
+def fused_patterns(group: weft.Group, use_oneshot: bool | None) -> None:
+    device, rank = group.device, group.rank
 
-    def __init__(
-        self,
-        workspace: AllReduceFusionWorkspace,
-        pattern: int,
-        quant: Quant | None,
-        given: dict[str, Any],
-    ) -> None:
-        self.workspace, self.group, self.device = workspace, workspace.group, workspace.group.device
-        self.pattern, self.quant, self.given = pattern, quant, given
-        case = Sum(TOKENS, WIDE)
-        self.places = case.rows(self.group.rank, self.device), *case.shared(self.device)
-        self.out = outputs(self.device, pattern, TOKENS)
-
-    def __call__(self, use_oneshot: bool | None) -> None:
-        x, residual, weight = self.places
-        kwargs = self.given | {"residual_in": residual, "rms_gamma": weight, "rms_eps": Sum.eps}
-        kwargs |= {"use_oneshot": use_oneshot, "launch_with_pdl": True}
-        allreduce_fusion(x, self.workspace, self.pattern, **kwargs, **self.out)
-
-    def fill(self, seed: int) -> Reduced:
-        """Write other rows, and return the expected results."""
+    def drawn(seed: int) -> tuple[Sum, list[torch.Tensor], Tensors]:
         case = Sum(TOKENS, WIDE, seed=seed)
-        xs = [case.rows(rank, self.device) for rank in range(self.group.size)]
-        refill(self.places, (xs[self.group.rank], *case.shared(self.device)))
-        return expected(case, 0, xs, self.pattern, self.quant)
+        xs = [case.rows(each, device) for each in range(group.size)]
+        return case, xs, (xs[rank], *case.shared(device))
 
-
-def fused_patterns(group: weft.Group) -> None:
-    """Capture every pattern with each backend and with "auto", in one graph."""
-    index = torch.arange(TOKENS, dtype=torch.int32, device=group.device)[:, None]
-    patterns = specs(group.device, group.rank)
-    patterns.append((7, None, {"expanded_idx_to_permuted_idx": index}))
+    index = torch.arange(TOKENS, dtype=torch.int32, device=device)[:, None]
+    patterns = [*specs(device, rank), (7, None, {"expanded_idx_to_permuted_idx": index})]
+    places = [drawn(0)[2] for _ in patterns]
+    outs = [outputs(device, pattern, TOKENS) for pattern, *_ in patterns]
+    mode: dict[str, Any] = {"use_oneshot": use_oneshot, "launch_with_pdl": True}
     with make(group, hidden_dim=WIDE) as workspace:
-        for use_oneshot in (None, True, False):
-            calls = [Reduces(workspace, *each) for each in patterns]
 
-            def step(calls: list[Reduces] = calls, use_oneshot: bool | None = use_oneshot) -> None:
-                for call in calls:
-                    call(use_oneshot)
+        def step() -> None:
+            for (pattern, _, kwargs), (x, residual, weight), out in zip(
+                patterns, places, outs, strict=True
+            ):
+                own = {"residual_in": residual, "rms_gamma": weight, "rms_eps": Sum.eps, **kwargs}
+                allreduce_fusion(x, workspace, pattern, **own, **mode, **out)
 
-            replay = replayer(group, step)
-            for turn in range(1, REPLAYS):
-                wants = [call.fill(10 * turn + i) for i, call in enumerate(calls)]
-                replay()
-                for call, want in zip(calls, wants, strict=True):
-                    compare(call.out, want)
+        replay = capture_body(group, step)
+        for turn in range(1, 4):
+            fresh = [drawn(10 * turn + i) for i in range(len(patterns))]
+            for place, (*_, values) in zip(places, fresh, strict=True):
+                copy_all(place, values)
+            replay()
+            for (pattern, quant, _), (case, xs, _), out in zip(patterns, fresh, outs, strict=True):
+                compare(out, expected(case, 0, xs, pattern, quant))
         workspace.check()
 
 
-BODIES: dict[str, tuple[Any, ...]] = {
-    **{
-        f"deep_ep{', FP8' * use_fp8}{', hooks' * hooks}": (deep_ep_layers, use_fp8, hooks, 3)
-        for use_fp8, hooks in ((False, False), (False, True), (True, True))
-    },
-    "triton_dist": (triton_dist_layer,),
-    "flashinfer": (flashinfer_sizes, False),
-    "flashinfer, in the workspace": (flashinfer_sizes, True),
-    "flashinfer's all-reduces": (fused_patterns,),
-}
+@pytest.mark.parametrize(
+    ("count", "kind"),
+    [
+        (2, "threads"),
+        pytest.param(2, "cuda", marks=pytest.mark.gpu),
+        pytest.param(4, "cuda", marks=pytest.mark.gpu(4)),
+    ],
+)
+@pytest.mark.parametrize(
+    ("body", "args"),
+    [
+        *((deep_ep_layers, way) for way in ((False, False), (False, True), (True, True))),
+        (triton_dist_layer, ()),
+        *((flashinfer_sizes, (in_workspace,)) for in_workspace in (False, True)),
+        *((fused_patterns, (use_oneshot,)) for use_oneshot in (None, True, False)),
+    ],
+)
+def test_replays_are_right(ranks, count, kind, body, args):
+    ranks(count, kind)(body, *args)
 
 
-@pytest.mark.parametrize(("count", "kind"), PLACES)
-@pytest.mark.parametrize("name", BODIES)
-def test_replays_are_right(ranks, count, kind, name):
-    ranks(count, kind)(*BODIES[name])
+COMPILED = ["MoeAlltoAll", "allreduce_fusion", "EPLowLatencyAllToAllLayer"]
+COMPILED += [name for name in MODES if name.split()[0] == "Buffer"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+@on_ranks(2, [CPU, CUDA], timeout=900.0)
+def test_a_compiled_caller_gets_the_same_bits(group, name):
+    made = MODES[name](group)
+    want = made.call()
+    traced = torch.compile(made.call, backend="eager")
+    assert [differ(call(), want) for call in (traced, traced, made.call)] == [[], [], []]
+    made.give_back()

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 import weft
-from tests.compat.buffers import KINDS, buffered, returned
-from weft.compat.deep_ep import Buffer, Config, EventOverlap, topk_idx_t
+from tests.compat.calls import buffered, layer_of, returned, settle
+from tests.kinds import CPU, CUDA, THREADS, on_ranks
+from weft.compat.deep_ep import Buffer, Config, topk_idx_t
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
 from weft.lowlatency import reference as low
 from weft.reference import dequantize
 
 MOST, HIDDEN, TOP_K, EXPERTS = 8, 512, 4, 8
+LL: dict[str, Any] = {"low_latency_mode": True}
 FORMATS: tuple[dict[str, Any], ...] = (
     {"use_fp8": False},
     {"use_fp8": False, "round_scale": True},  # which has no meaning for rows without scales
@@ -27,21 +29,15 @@ FORMATS: tuple[dict[str, Any], ...] = (
 
 
 def inputs(group: weft.Group, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rows of rank and token, ids with holes, and weights, whatever torch's defaults are."""
-    generator = torch.Generator("cpu").manual_seed(seed * 64 + group.rank)
-    drawn: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    """Return rows of rank and token, ids with holes, and weights."""
+    generator = torch.Generator().manual_seed(seed * 64 + group.rank)
     tokens = (5, 8)[group.rank % 2]
-    x = torch.full((tokens, HIDDEN), float(group.rank + 1), dtype=torch.bfloat16, device="cpu")
-    x[:, -128:] = torch.arange(tokens, device="cpu").bfloat16()[:, None]
-    ids = torch.rand((tokens, EXPERTS), **drawn).topk(TOP_K, dim=1).indices
-    ids[torch.rand(ids.shape, **drawn) < 0.2] = -1
-    weights = torch.rand((tokens, TOP_K), **drawn)
+    x = torch.full((tokens, HIDDEN), group.rank + 1.0).bfloat16()
+    x[:, -128:] = torch.arange(tokens).bfloat16()[:, None]
+    ids = torch.rand((tokens, EXPERTS), generator=generator).topk(TOP_K, dim=1).indices
+    ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
+    weights = torch.rand((tokens, TOP_K), generator=generator)
     return x.to(group.device), ids.to(group.device), weights.to(group.device)
-
-
-def all_ids(group: weft.Group, seed: int) -> list[torch.Tensor]:
-    local = inputs(group, seed)[1].tolist()
-    return [torch.tensor(each, device="cpu") for each in group.all_gather(local)]
 
 
 def check_rows(group, numbers, counts, handle, ids_of_rank):
@@ -54,7 +50,10 @@ def check_rows(group, numbers, counts, handle, ids_of_rank):
     assert (most, hidden, experts) == (MOST, HIDDEN, EXPERTS)
     for local in range(per_rank):
         expert = group.rank * per_rank + local
-        chosen = [(ids == expert).any(dim=1).nonzero()[:, 0] for ids in ids_of_rank]
+        chosen = [
+            torch.tensor([t for t, row in enumerate(ids) if expert in row], dtype=torch.int64)
+            for ids in ids_of_rank
+        ]
         assert int(counts[local]) == sum(len(tokens) for tokens in chosen)
         for rank, tokens in enumerate(chosen):
             begin, count = int(ranges[local, rank]) >> 32, int(ranges[local, rank]) & (2**32 - 1)
@@ -65,17 +64,10 @@ def check_rows(group, numbers, counts, handle, ids_of_rank):
             assert torch.allclose(rows[:, -128:], tokens[:, None].float().expand(-1, 128))
 
 
-def whole(numbers: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return rows that have no scales."""
-    assert isinstance(numbers, torch.Tensor)
-    return numbers
-
-
-def dispatched(buffer: Buffer, seed: int) -> tuple[Any, ...]:
-    """Dispatch in bfloat16; return (rows, ids, weights, handle)."""
+def dispatched(buffer: Buffer, seed: int, *, use_fp8: bool = False) -> tuple[Any, ...]:
     x, ids, weights = inputs(buffer._group, seed)
-    numbers, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
-    return whole(numbers), ids, weights, handle
+    rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=use_fp8)
+    return rows, ids, weights, handle
 
 
 def widened(numbers: Any) -> torch.Tensor:
@@ -87,15 +79,10 @@ def widened(numbers: Any) -> torch.Tensor:
 
 
 def expected(group: weft.Group, seed: int, weights: torch.Tensor, **fmt: Any) -> torch.Tensor:
-    """Return what identity experts return, by the specification."""
     x, ids, _ = (t.cpu() for t in inputs(group, seed))
     scale = "ue8m0" if fmt.get("round_scale") else "fp32_row"
     quantize = "fp8" if fmt.get("use_fp8") else None
     return returned((x, ids, weights.cpu()), EXPERTS, group.size, quantize, scale=scale)
-
-
-def settle(event: EventOverlap, hook: Any) -> None:
-    hook() if hook is not None else event.current_stream_wait()
 
 
 def check_scales(scales: torch.Tensor, counts: torch.Tensor, fmt: dict[str, Any]) -> None:
@@ -109,26 +96,19 @@ def check_scales(scales: torch.Tensor, counts: torch.Tensor, fmt: dict[str, Any]
         assert torch.equal(powers, powers.round())
 
 
-def own_test(group: weft.Group) -> None:
-    """Make the calls of deep_ep's own test, in its order.
-
-    Every form in one buffer, each second one dispatched twice with its first result dropped, and
-    both ways to hand rows back with one handle.
-    """
+@on_ranks(2, [CPU, THREADS, CUDA])
+def test_the_originals_own_sequence(group):
+    """Every form in one buffer, both ways to hand rows back, and some results dropped."""
+    size = Buffer.get_low_latency_rdma_size_hint(MOST, HIDDEN, group.size, EXPERTS)
     buffer = Buffer(
-        group,
-        num_rdma_bytes=Buffer.get_low_latency_rdma_size_hint(MOST, HIDDEN, group.size, EXPERTS),
-        low_latency_mode=True,
-        num_qps_per_rank=EXPERTS // group.size,
-        allow_nvlink_for_low_latency_mode=True,
-        explicitly_destroy=True,
-        allow_mnnvl=False,
+        group, num_rdma_bytes=size, low_latency_mode=True, num_qps_per_rank=EXPERTS // group.size,
+        allow_nvlink_for_low_latency_mode=True, explicitly_destroy=True, allow_mnnvl=False,
         enable_shrink=False,
-    )
+    )  # fmt: skip
     forms = itertools.product((0, 1), (False, True), FORMATS)
     for times, (seed, hooks, fmt) in enumerate(forms):
         x, ids, weights = inputs(group, seed)
-        ids, everyone = ids.to(topk_idx_t), all_ids(group, seed)
+        ids, everyone = ids.to(topk_idx_t), group.all_gather(ids.tolist())
         mode: dict[str, Any] = {"async_finish": not hooks, "return_recv_hook": hooks}
         stats = torch.zeros(EXPERTS // group.size, dtype=torch.int, device=group.device)
         for _ in range(2 - times % 2):
@@ -152,30 +132,14 @@ def own_test(group: weft.Group) -> None:
             settle(event, hook)
             assert combined.data_ptr() == out.data_ptr()
             assert torch.equal(combined.cpu(), want)
-    # And the loop that it measures: FP8, whatever was combined before.
-    for hooks in (False, True, True):
-        mode = {"async_finish": False, "return_recv_hook": hooks}
-        _, _, handle, event, hook = buffer.low_latency_dispatch(
-            x, ids, MOST, EXPERTS, stats, use_fp8=True, **mode
-        )
-        settle(event, hook)
-        combined, event, hook = buffer.low_latency_combine(
-            y, ids, weights, handle, use_logfmt=False, **mode
-        )
-        settle(event, hook)
     buffer.check()
     group.barrier()
     buffer.destroy()
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_originals_own_sequence(ranks, kind):
-    ranks(2, kind)(own_test)
-
-
-@buffered(low_latency_mode=True)
-def in_turn(group: weft.Group, buffer: Buffer) -> None:
-    """Combine two handles in turn, with other rows and weights, and from both buffers."""
+@on_ranks(2)
+@buffered(**LL)
+def test_two_handles_are_combined_in_turn(group, buffer):
     made = []
     for seed in (0, 1):
         rows, ids, weights, handle = dispatched(buffer, seed)
@@ -193,9 +157,9 @@ def in_turn(group: weft.Group, buffer: Buffer) -> None:
         assert torch.equal(out.cpu(), expected(group, seed, weights))
 
 
-@buffered(low_latency_mode=True)
-def reuse_slot(group: weft.Group, buffer: Buffer) -> None:
-    """The third result reuses the slot of the first, whose handle is then refused."""
+@on_ranks(2)
+@buffered(**LL)
+def test_a_handle_whose_slot_a_third_result_reuses_is_refused(group, buffer):
     results = [dispatched(buffer, 0) for _ in range(3)]
     with pytest.raises(OutOfOrder, match="dispatch 1: a later dispatch has reused its memory"):
         buffer.low_latency_combine(*results[0])
@@ -206,9 +170,9 @@ def reuse_slot(group: weft.Group, buffer: Buffer) -> None:
         assert torch.equal(out.cpu(), expected(group, 0, result[2]))
 
 
-@buffered(low_latency_mode=True)
-def protected(group: weft.Group, buffer: Buffer) -> None:
-    """A result whose combine has been sent keeps its slot until the hook has run."""
+@on_ranks(2)
+@buffered(**LL)
+def test_a_sent_result_keeps_its_slot_until_the_hook_has_run(group, buffer):
     first, _ = (dispatched(buffer, 0) for _ in range(2))
     for _ in range(2):  # a handle that is combined again is protected, too
         rows, ids, weights, handle = first
@@ -221,9 +185,9 @@ def protected(group: weft.Group, buffer: Buffer) -> None:
     dispatched(buffer, 0)
 
 
-@buffered(low_latency_mode=True)
-def zero_copies(group: weft.Group, buffer: Buffer) -> None:
-    """With zero_copy the buffer is read, whatever x is; unrequested zero_copy is refused."""
+@on_ranks(2)
+@buffered(**LL)
+def test_zero_copy_reads_the_buffer_whatever_x_is(group, buffer):
     rows, ids, weights, handle = dispatched(buffer, 0)
     rows = rows.clone()
     with pytest.raises(OutOfOrder, match="zero_copy=True before get_next_low_latency"):
@@ -236,14 +200,8 @@ def zero_copies(group: weft.Group, buffer: Buffer) -> None:
     assert torch.equal(out.cpu(), expected(group, 0, weights))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("body", [in_turn, protected, reuse_slot, zero_copies])
-def test_results_are_kept_and_combined_in_any_order(ranks, kind, body):
-    ranks(2, kind)(body)
-
-
-def of_a_process_group(group: weft.Group) -> None:
-    """The process group is kept as an attribute, and stays the caller's."""
+@on_ranks(2, [CPU])
+def test_a_process_group_is_kept_and_stays_the_callers(group):
     process_group = group.process_group()
     for options in ({}, {"explicitly_destroy": True}):
         buffer = Buffer(process_group, num_rdma_bytes=1 << 20, low_latency_mode=True, **options)
@@ -258,12 +216,9 @@ def of_a_process_group(group: weft.Group) -> None:
         group.barrier()
 
 
-def test_a_process_group_as_callers_pass_it(ranks):
-    ranks(2, "cpu")(of_a_process_group)
-
-
-def others_handle(group: weft.Group) -> None:
-    one, other = (Buffer(group, low_latency_mode=True) for _ in range(2))
+@on_ranks(2, [THREADS])
+def test_a_handle_of_another_buffer_is_refused(group):
+    one, other = (Buffer(group, **LL) for _ in range(2))
     result = dispatched(one, 0)
     if group.rank == 0:  # alone: a refusal asks nothing of the peers
         with pytest.raises(OutOfOrder, match="belongs to another buffer"):
@@ -277,44 +232,49 @@ def others_handle(group: weft.Group) -> None:
     other.destroy()
 
 
-def test_a_handle_of_another_buffer_is_refused(ranks):
-    ranks(2, "threads")(others_handle)
-
-
-def beside_weft(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_ranks_that_quantise_differently_raise(group):
     """Rank 1 makes weft's own all-to-all with the sizes and layout of rank 0's buffer."""
-    if group.rank == 0:
-        buffer = Buffer(group, low_latency_mode=True, timeout=2.0)
-        buffer.low_latency_dispatch(*inputs(group, 0)[:2], MOST, EXPERTS)
-    else:
-        sizes: dict[str, Any] = {
-            "max_tokens": MOST,
-            "top_k": TOP_K,
-            "num_experts": EXPERTS,
-            "hidden": HIDDEN,
-        }
-        weft.LowLatencyAllToAll(
-            group, **sizes, split_phase=True, scale="fp32_col", reduce="receiver"
-        )
+    text = "rank 0 has recipe='deep_ep' and rank 1 has recipe='weft'"
+    sizes: dict[str, Any] = {"max_tokens": MOST, "top_k": TOP_K, "num_experts": EXPERTS}
+    sizes |= {"hidden": HIDDEN, "split_phase": True, "scale": "fp32_col", "reduce": "receiver"}
+    makes: Any = (
+        lambda: dispatched(Buffer(group, **LL, timeout=2.0), 0, use_fp8=True),
+        lambda: weft.LowLatencyAllToAll(group, **sizes),
+    )
+    with pytest.raises(GeometryMismatch, match=text):
+        makes[group.rank]()
 
 
-def test_ranks_that_quantise_differently_raise(ranks):
-    def body(group: weft.Group) -> None:
-        text = "rank 0 has recipe='deep_ep' and rank 1 has recipe='weft'"
-        with pytest.raises(GeometryMismatch, match=text):
-            beside_weft(group)
+@on_ranks(2, [THREADS])
+@buffered(**LL)
+def test_calls_that_the_original_allows_are_refused(group, buffer):
+    """In addition to test_arguments.py."""
+    x, ids = torch.zeros((1, HIDDEN), dtype=torch.bfloat16), torch.zeros((1, 1), dtype=torch.int64)
+    with pytest.raises(InvalidArgument, match="enable_shrink is False; it must be True"):
+        buffer.low_latency_clean_mask_buffer()
+    with pytest.raises(InvalidArgument, match="use_ue8m0 with use_fp8=True, round_scale=False"):
+        buffer.low_latency_dispatch(x, ids, 8, 8, use_ue8m0=True)
+    buffer.clean_low_latency_buffer(8, HIDDEN, 8)
+    with pytest.raises(InvalidArgument, match="local_world_size is 8 and world_size 2"):
+        layer_of(group, local_world_size=8)
+    with pytest.raises(InvalidArgument, match=f"but group is rank {group.rank} of 2"):
+        layer_of(group, rank=1 - group.rank)
 
-    ranks(2, "threads")(body)
 
-
-def test_sizes_and_numbers_of_sms_are_what_callers_compute_with(monkeypatch):
+def test_sizes_are_what_callers_compute_with(monkeypatch):
     hint = Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
     used = weft.LowLatencyAllToAll.memory_bytes(
         ranks=8, max_tokens=128, hidden=7168, top_k=8, num_experts=256, reduce="receiver"
     )
     assert used.shared <= hint < 64e6
+    few, many = (Config(sms).get_nvl_buffer_size_hint(14336, 8) for sms in (2, 20))
+    assert 9 * 256 * 14336 < few < many < 10.2 * few
+    with pytest.raises(InvalidArgument):
+        Config().get_nvl_buffer_size_hint(100, 8)
     assert topk_idx_t is torch.int64
-    assert Config(24, 8, 256).num_max_nvl_chunked_send_tokens == 8
     monkeypatch.setattr(Buffer, "num_sms", Buffer.num_sms)
     Buffer.set_num_sms(24)
-    assert Buffer.num_sms == 24
+    for config in (Buffer.get_dispatch_config(8), Buffer.get_combine_config(8)):
+        assert config.num_sms == Buffer.num_sms == 24
+        assert config.get_rdma_buffer_size_hint(14336, 8) == 0

@@ -11,8 +11,9 @@ import torch
 
 import weft
 from tests.baseline import die
-from tests.compat.calls import HIDDEN, RANKS, experts_of, identity, make, refused, routing
-from tests.compat.test_low_latency import EXPERTS, MOST, inputs, whole
+from tests.compat import calls
+from tests.compat.calls import HIDDEN, PLACEMENT, RANKS, identity, make, returned, routing
+from tests.compat.test_low_latency import EXPERTS, dispatched, inputs
 from tests.ranks import on_ranks
 from tests.recovery import Survivors, run_until_broken
 from tests.rounds import bits, drop_dead_ids
@@ -43,11 +44,10 @@ def test_flashinfer(group: weft.Group) -> None:
             ids, weights = routing(seed, group.rank, 4)
             x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
             sent = a2a.dispatch(ids, [x, ids, weights], 4, active_rank_mask=mask(*living))
-            placement = weft.Placement.blocks(7, RANKS)
-            y = identity(sent, experts_of(group.rank))
+            y = identity(sent, calls.experts_of(group.rank))
             got = a2a.combine(y, 4, active_rank_mask=mask(*living))
-            kept = drop_dead_ids(ids, placement.ranks, living)
-            expected = reference.identity_round_trip(x, kept, weights, placement, ranks=RANKS)
+            kept = drop_dead_ids(ids, PLACEMENT.ranks, living)
+            expected = reference.identity_round_trip(x, kept, weights, PLACEMENT, ranks=RANKS)
             assert torch.equal(bits(got), bits(expected))
 
         for seed in range(2):
@@ -56,12 +56,9 @@ def test_flashinfer(group: weft.Group) -> None:
         lose(survivors, 1, lambda: one_round(7))
         ids, weights = routing(0, group.rank, 4)
         x = torch.ones(4, HIDDEN).bfloat16()
-        for wrong, words in (
-            (mask(0, 1, 2), "ranks [1] are dead"),
-            (mask(group.rank), "every living rank"),
-        ):
-            call = lambda wrong=wrong: a2a.dispatch(ids, [x], 4, active_rank_mask=wrong)  # noqa: E731
-            refused(InvalidArgument, call, "active_rank_mask is 0x", words)
+        for wrong, words in (((0, 1, 2), r"ranks \[1\] are dead"), ((group.rank,), "every living")):
+            with pytest.raises(InvalidArgument, match=f"active_rank_mask is 0x.*{words}"):
+                a2a.dispatch(ids, [x], 4, active_rank_mask=mask(*wrong))
         for seed in range(4):
             one_round(seed)
         with pytest.raises(BadExpertId, match="an expert of rank 1, which has exited"):
@@ -76,16 +73,13 @@ def test_deep_ep(group: weft.Group) -> None:
     status = torch.full((group.size,), 7, dtype=torch.int32)
 
     def one_round(seed: int) -> None:
-        x, ids, weights = inputs(group, seed)
-        numbers, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
-        got, _, _ = buffer.low_latency_combine(whole(numbers).clone(), ids, weights, handle)
+        x = inputs(group, seed)[0]
+        rows, ids, weights, handle = dispatched(buffer, seed)
+        got, _, _ = buffer.low_latency_combine(rows.clone(), ids, weights, handle)
         owners = weft.Placement.blocks(EXPERTS, group.size).ranks
         kept = drop_dead_ids(ids, owners, survivors.ranks)
-        total = torch.zeros_like(x, dtype=torch.float32)
-        for k in range(ids.shape[1]):
-            part = x.float() * weights[:, k : k + 1]
-            total = torch.where(kept[:, k : k + 1] >= 0, total + part, total)
-        assert torch.equal(bits(got), bits(total.bfloat16()))
+        expected = returned((x, kept, weights), EXPERTS, group.size, None)
+        assert torch.equal(bits(got), bits(expected))
 
     one_round(0)
     buffer.low_latency_query_mask_buffer(status)

@@ -10,22 +10,15 @@ import pytest
 import torch
 
 import weft
-from tests.compat.buffers import KINDS, buffered
-from tests.compat.test_low_latency import whole
+from tests.compat.calls import buffered
+from tests.kinds import ANY, CPU, CUDA, THREADS, on_ranks
 from tests.rounds import bits, synchronize
+from weft import errors
 from weft.compat import checks, row_exchange
 from weft.compat.deep_ep import Buffer, Config
 from weft.compat.normal_mode import NormalHandle
 from weft.compat.row_exchange import RowExchange, RowFetch
-from weft.errors import (
-    BadExpertId,
-    CreationFailed,
-    GeometryMismatch,
-    InvalidArgument,
-    OutOfOrder,
-    PeerLeft,
-    TokenOverflow,
-)
+from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 
 HIDDEN, TOP_K, EXPERTS = 256, 3, 12
 TOKENS = (5, 9, 2)
@@ -39,10 +32,8 @@ class Batch(NamedTuple):
     weights: torch.Tensor
 
     def fp8(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return numbers, and scales that are column-major as for DeepGEMM.
-
-        The CPU computes them: a GPU rounds a division by a constant otherwise.
-        """
+        """Return numbers, and scales that are column-major as for DeepGEMM."""
+        # On the CPU: a GPU rounds a division by a constant otherwise.
         blocks = self.x.cpu().float().unflatten(-1, (-1, 128))
         scales = blocks.abs().amax(dim=-1).clamp(min=1e-4) / 448
         numbers = (blocks / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2)
@@ -51,10 +42,8 @@ class Batch(NamedTuple):
 
 
 def batch(rank: int, tokens: tuple[int, ...] = TOKENS, seed: int = 0) -> Batch:
-    draw: dict[str, Any] = {
-        "generator": torch.Generator("cpu").manual_seed(seed * 64 + rank),
-        **{"dtype": torch.float32, "device": "cpu"},
-    }
+    draw: dict[str, Any] = {"generator": torch.Generator("cpu").manual_seed(seed * 64 + rank)}
+    draw |= {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are
     count = tokens[rank]
     x = torch.randn((count, HIDDEN), **draw).bfloat16()
     ids = torch.rand((count, EXPERTS), **draw).topk(TOP_K, dim=1).indices
@@ -68,8 +57,6 @@ def goes_to(ids: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 
 class Expected(NamedTuple):
-    """The rows that a rank receives."""
-
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
@@ -80,11 +67,11 @@ class Expected(NamedTuple):
 def expected(batches: list[Batch], rank: int) -> Expected:
     ranks, local = len(batches), EXPERTS // len(batches)
     arrives = [goes_to(b.ids, rank, ranks) for b in batches]
-    ids = torch.cat([b.ids[h] for b, h in zip(batches, arrives, strict=True)])
-    weights = torch.cat([b.weights[h] for b, h in zip(batches, arrives, strict=True)])
+    parts = [[each[h] for each in b] for b, h in zip(batches, arrives, strict=True)]
+    x, ids, weights = (torch.cat(each) for each in zip(*parts, strict=True))
     own = torch.where((ids >= rank * local) & (ids < (rank + 1) * local), ids - rank * local, -1)
     return Expected(
-        torch.cat([b.x[h] for b, h in zip(batches, arrives, strict=True)]),
+        x,
         own,
         torch.where(own >= 0, weights, torch.zeros_like(weights)),
         [int((own == expert).sum()) for expert in range(local)],
@@ -104,24 +91,31 @@ def on(group: weft.Group, given: Batch) -> Batch:
 
 
 def layout(buffer: Buffer, given: Batch) -> dict[str, Any]:
-    """Return the layout as arguments of dispatch."""
     per_rank, nothing, per_expert, in_rank, _ = buffer.get_dispatch_layout(given.ids, EXPERTS)
     assert nothing is None
-    return {
-        **{"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank},
-        "num_tokens_per_expert": per_expert,
-    }
+    names = "num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert"
+    return dict(zip(names, (per_rank, in_rank, per_expert), strict=True))
 
 
-def sent(buffer: Buffer, given: Batch) -> tuple[torch.Tensor, NormalHandle]:
+def with_topk(buffer: Buffer, given: Batch) -> dict[str, Any]:
+    return {**layout(buffer, given), "topk_idx": given.ids, "topk_weights": given.weights}
+
+
+def drawn(
+    group: weft.Group, tokens: tuple[int, ...] = TOKENS, seed: int = 0
+) -> tuple[list[Batch], Batch, Expected]:
+    """Return every rank's batch, this rank's on its device, and what this rank receives."""
+    batches = [batch(rank, tokens, seed) for rank in range(group.size)]
+    return batches, on(group, batches[group.rank]), expected(batches, group.rank)
+
+
+def sent(buffer: Any, given: Batch) -> tuple[torch.Tensor, NormalHandle]:
     """Dispatch in bfloat16; return the received rows and the handle."""
     x, _, _, _, handle, _ = buffer.dispatch(given.x, **layout(buffer, given))
-    assert handle is not None
-    return whole(x), handle
+    return x, handle
 
 
 def made(buffer: Buffer, kind: type[RowExchange]) -> list[Any]:
-    """Return the exchanges of one kind that a buffer holds."""
     return [each for each in buffer._normal.exchanges.values() if isinstance(each, kind)]
 
 
@@ -131,58 +125,54 @@ def same(got: torch.Tensor | None, want: torch.Tensor) -> None:
     assert torch.equal(bits(got.cpu()), bits(want))
 
 
-def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
-    """Make the calls of deep_ep's own test, in its order, with every form of the arguments.
+def check_x(got: Any, want: Expected, fp8: bool) -> Any:
+    """Check received rows, and return them in bfloat16."""
+    if not fp8:
+        same(got, want.x)
+        return got
+    numbers, scales = got
+    sent, its_scales = Batch(want.x, want.ids, want.weights).fp8()
+    same(numbers, sent)
+    same(scales, its_scales.contiguous())
+    widened = numbers.float().unflatten(-1, (-1, 128)) * scales[..., None]
+    return widened.flatten(-2).bfloat16()
 
-    A dispatch, one with a bound of rows, one with the handle, a combine. Ids are int32 in some.
-    """
-    buffer = Buffer(group, int(2e9), 0, num_qps_per_rank=1, explicitly_destroy=True)
-    config, batches = Config(24, 8, 256), [batch(r, tokens) for r in range(group.size)]
+
+def own_test(group, tokens):
+    """Make the calls of deep_ep's own test, in its order, with every form of the arguments."""
+    buffer: Any = Buffer(group, int(2e9), 0, num_qps_per_rank=1, explicitly_destroy=True)
+    batches, own, want = drawn(group, tokens)
     assert buffer.is_sm90_compiled()
     forms = ((0, 1, 0, 1), (1, 0, 1, 1), (1, 1, 0, 0), (0, 0, 1, 0))
-    for previous, finishes, fp8, with_topk in (map(bool, form) for form in forms):
-        own, want = on(group, batches[group.rank]), expected(batches, group.rank)
+    for previous, finishes, fp8, has_topk in (map(bool, form) for form in forms):
+        again: dict[str, Any] = {"config": Config(24, 8, 256), "async_finish": finishes}
         if previous:
             own, want = own._replace(ids=own.ids.int()), want._replace(ids=want.ids.int())
-        again: dict[str, Any] = {"config": config, "async_finish": finishes}
-        if previous:
             again["previous_event"] = buffer.capture()
-        args = {**again, **layout(buffer, own)}
-        if with_topk:
-            args |= {"topk_idx": own.ids, "topk_weights": own.weights}
+        args = {**again, **(with_topk if has_topk else layout)(buffer, own)}
         inputs = own.fp8() if fp8 else own.x
         got, ids, weights, counts, handle, event = buffer.dispatch(inputs, **args)
-        assert handle is not None
         event.current_stream_wait()
         assert counts == want.counts
-        x = check_x(got, want, fp8)
-        prefix = handle[0]
-        assert prefix is not None
+        x, prefix = check_x(got, want, fp8), handle[0]
         sizes = [int(goes_to(b.ids, group.rank, group.size).sum()) for b in batches]
         assert prefix[:, group.rank].tolist() == list(itertools.accumulate(sizes))
         same(handle[3], want.tokens)
-        if with_topk:
+        if has_topk:
             same(ids, want.ids)
             same(weights, want.weights)
-            bound = max(*tokens, 1) * group.size
+            rows, bound = len(want.x), max(*tokens, 1) * group.size
             got, ids, received, counts, most, _ = buffer.dispatch(
                 inputs, **args, num_worst_tokens=bound
             )
-            assert most is not None
-            assert ids is not None
-            assert received is not None
-            assert counts == []
-            assert most[3] is not None
-            assert len(ids) == len(received) == len(most[3]) == bound
-            rows = len(want.x)
-            check_x(tuple(t[:rows] for t in got) if fp8 else whole(got)[:rows], want, fp8)
+            assert (counts, len(ids), len(received), len(most[3])) == ([], bound, bound, bound)
+            check_x(tuple(t[:rows] for t in got) if fp8 else got[:rows], want, fp8)
             same(ids[:rows], want.ids)
             same(received[:rows], want.weights)
             assert bool((ids[rows:] == -1).all())
             assert not bool(received[rows:].any())
         else:
-            assert ids is None
-            assert weights is None
+            assert (ids, weights) == (None, None)
             got, *nothing, _ = buffer.dispatch(inputs, handle=handle, **again)
             assert nothing == [None] * 4
             check_x(got, want, fp8)
@@ -191,7 +181,7 @@ def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
         assert event.event is None or finishes
         if not fp8:
             same(out, summed(batches[group.rank], group.size))
-        if with_topk:
+        if has_topk:
             same(sums, torch.where(own.ids >= 0, own.weights, 0.0).cpu())
         else:
             assert sums is None
@@ -200,38 +190,16 @@ def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
     buffer.destroy()
 
 
-def check_x(got: Any, want: Expected, fp8: bool) -> torch.Tensor:
-    """Check received rows, and return them in bfloat16."""
-    if not fp8:
-        same(got, want.x)
-        return whole(got)
-    numbers, scales = got
-    sent, its_scales = Batch(want.x, want.ids, want.weights).fp8()
-    same(numbers, sent)
-    same(scales, its_scales.contiguous())
-    widened = numbers.float().unflatten(-1, (-1, 128)) * scales[..., None]
-    return whole(widened.flatten(-2).bfloat16())
-
-
-@pytest.mark.parametrize(
-    ("kind", "tokens"),
-    [
-        *((kind, tokens) for kind in KINDS[:1] for tokens in (TOKENS, (0, 4, 0), (5,))),
-        *(
-            pytest.param("cuda", tokens, marks=pytest.mark.gpu)
-            for tokens in (TOKENS, (0, 4, 0), (5,))
-        ),
-        ("cpu", TOKENS),
-    ],
-)
+@pytest.mark.parametrize("kind", [CPU, *ANY])
+@pytest.mark.parametrize("tokens", [TOKENS, (0, 4, 0), (5,)])
 def test_deep_eps_own_test(ranks, kind, tokens):
     ranks(len(tokens), kind)(own_test, tokens)
 
 
+@on_ranks(2)
 @buffered()
-def biased(group: weft.Group, buffer: Buffer) -> None:
-    batches = [batch(r) for r in range(group.size)]
-    own = on(group, batches[group.rank])
+def test_biases_are_added_one_after_the_other(group, buffer):
+    _, own, _ = drawn(group)
     x, handle = sent(buffer, own)
     plain = buffer.combine(x, handle)[0].float()
     one, two = own.x * 3, -own.x / 2
@@ -240,146 +208,101 @@ def biased(group: weft.Group, buffer: Buffer) -> None:
     same(buffer.combine(x, handle, bias=(one, two))[0], both.bfloat16().cpu())
 
 
+@on_ranks(2)
 @buffered()
-def growing(group: weft.Group, buffer: Buffer) -> list[int]:
+def test_memory_grows_on_all_ranks_together(group, buffer):
     """Dispatch more tokens than before, on one rank only; older handles stay valid."""
-    result: list[int] = []
-    first: tuple[Any, ...] = ()
-    for tokens in ((3, 5), (3, 130), (300, 0), (1, 1)):
-        batches = [batch(r, tokens) for r in range(group.size)]
-        own, want = on(group, batches[group.rank]), expected(batches, group.rank)
+    first: Any = ()
+    for tokens, most in (((3, 5), 64), ((3, 130), 256), ((300, 0), 512), ((1, 1), 512)):
+        batches, own, want = drawn(group, tokens)
         x, _, _, counts, handle, _ = buffer.dispatch(own.x, **layout(buffer, own))
-        assert handle is not None
-        same(whole(x), want.x)
+        same(x, want.x)
         assert counts == want.counts
-        same(buffer.combine(whole(x), handle)[0], summed(batches[group.rank], group.size))
-        first = first or (whole(x), handle, batches[group.rank])
-        (fetch,) = made(buffer, RowFetch)
-        result.append(fetch.max_tokens)
+        same(buffer.combine(x, handle)[0], summed(batches[group.rank], group.size))
+        first = first or (x, handle, batches[group.rank])
+        assert [fetch.max_tokens for fetch in made(buffer, RowFetch)] == [most]
     x, handle, own = first
     same(buffer.combine(x, handle)[0], summed(own, group.size))
-    return result
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_grows_on_all_ranks_together(ranks, kind):
-    assert ranks(2, kind)(growing) == [[64, 256, 512, 512]] * 2
-
-
+@on_ranks(2)
 @buffered()
-def wrong_on_one_rank(group: weft.Group, buffer: Buffer) -> None:
-    """An invalid argument on one rank raises on every rank before rows are sent."""
-    ranks = group.size
-    batches = [batch(r) for r in range(ranks)]
-    own = on(group, batches[group.rank])
-    args = {**layout(buffer, own), "topk_idx": own.ids, "topk_weights": own.weights}
-    last = group.rank == ranks - 1
+def test_an_invalid_argument_on_one_rank_raises_on_every_rank(group, buffer):
+    """Before rows are sent. If the host does not wait, such ids are dropped and reported."""
+    (batches, own, want), ranks = drawn(group), group.size
+    args, last = with_topk(buffer, own), group.rank == ranks - 1
+    bad: list[tuple[type[Exception], dict[str, Any], str]] = []
     for value in (EXPERTS, -2, 1 << 40):
         ids = own.ids.clone()
         if last:
             ids[0, 0] = value
-        with pytest.raises(BadExpertId, match=r"rank 1 has 1 entries outside of -1\.\.11"):
-            buffer.dispatch(own.x, **{**args, "topk_idx": ids})
-    more = own.ids.repeat(1, 2 if last else 1), own.weights.repeat(1, 2 if last else 1)
+        text = r"rank 1 has 1 entries outside of -1\.\.11"
+        bad.append((BadExpertId, {"topk_idx": ids}, text))
+    more = {name: args[name].repeat(1, 2 if last else 1) for name in ("topk_idx", "topk_weights")}
     text = (
         r"rank [01] called dispatch with top_k \(0: no topk_idx\) [36], but this rank, [01], with"
     )
-    with pytest.raises(GeometryMismatch, match=text):
-        buffer.dispatch(own.x, **{**args, "topk_idx": more[0], "topk_weights": more[1]})
+    bad.append((GeometryMismatch, more, text))
     rows, scales = own.fp8()
-    scales = scales.view(torch.int32) if last else scales
     text = r"called dispatch with integer scales \(1: yes\) [01], but this rank, [01], with"
-    with pytest.raises(GeometryMismatch, match=text):
-        buffer.dispatch((rows, scales), **args)
+    quantised = rows, scales.view(torch.int32) if last else scales
+    bad.append((GeometryMismatch, {"x": quantised}, text))
     counts = args["num_tokens_per_rank"] + last
-    with pytest.raises(InvalidArgument, match="num_tokens_per_rank of rank 1 is .* pass both"):
-        buffer.dispatch(own.x, **{**args, "num_tokens_per_rank": counts})
+    text = "num_tokens_per_rank of rank 1 is .* pass both"
+    bad.append((InvalidArgument, {"num_tokens_per_rank": counts}, text))
+    for error, change, text in bad:
+        with pytest.raises(error, match=text):
+            buffer.dispatch(**{"x": own.x, **args, **change})
     x, handle = sent(buffer, own)
-    same(x, expected(batches, group.rank).x)
+    same(x, want.x)
     same(buffer.combine(x, handle)[0], summed(batches[group.rank], ranks))
-    # If the host does not wait, such ids are dropped, and check raises the error.
     ids = own.ids.clone()
     ids[:, 0] = EXPERTS if last else -1
     bound: dict[str, Any] = {"num_worst_tokens": ranks * max(TOKENS)}
     _, got, *_ = buffer.dispatch(own.x, **{**args, "topk_idx": ids}, **bound)
-    assert got is not None
     assert int(got.max()) < EXPERTS // ranks
     if last:
         with pytest.raises(BadExpertId, match=f"{len(ids)} entries of topk_idx"):
             buffer.check()
 
 
+@on_ranks(2)
 @buffered()
-def rows_that_do_not_fit(group: weft.Group, buffer: Buffer) -> None:
-    """With different bounds on the ranks, rows beyond a bound are dropped."""
+def test_rows_beyond_a_bound_of_one_rank_are_dropped(group, buffer):
     batches = [batch(r) for r in range(group.size)]
     every = torch.tensor([0, EXPERTS // 2, -1])  # both ranks
     batches = [b._replace(ids=every.repeat(len(b.ids), 1)) for b in batches]
-    own = on(group, batches[group.rank])
-    args = {**layout(buffer, own), "topk_idx": own.ids, "topk_weights": own.weights}
+    own, want = on(group, batches[group.rank]), expected(batches, group.rank)
     bound = (10, 18)[group.rank]
+    args = with_topk(buffer, own)
     got, ids, _, _, handle, _ = buffer.dispatch(own.x, **args, num_worst_tokens=bound)
-    assert ids is not None
-    want = expected(batches, group.rank)
-    same(whole(got)[:14], want.x[:bound])
+    same(got[:14], want.x[:bound])
     same(ids[:14], want.ids[:bound])
-    assert handle is not None
-    buffer.combine(whole(got), handle)
+    buffer.combine(got, handle)
     synchronize(group.device)
     if group.rank == 0:
         with pytest.raises(TokenOverflow):
             buffer.check()
 
 
+@on_ranks(2)
 @buffered()
-def mixed_handles(group: weft.Group, buffer: Buffer) -> None:
-    """Different handles on the ranks give as many rows as expected; later calls work."""
-    ranks = group.size
-    few, many = ([batch(r, (n,) * ranks, n) for r in range(ranks)] for n in (2, 40))
-    handles = []
-    for batches in (few, many):
-        own = on(group, batches[group.rank])
-        handles.append((*sent(buffer, own), own))
+def test_different_handles_on_the_ranks_give_as_many_rows_as_expected(group, buffer):
+    both = [drawn(group, (n,) * group.size, n) for n in (2, 40)]
+    handles = [(*sent(buffer, own), own) for _, own, _ in both]
     x, handle, own = handles[min(group.rank, 1)]
     got, *_ = buffer.dispatch(own.x, handle=handle)
-    assert whole(got).shape == x.shape
+    assert got.shape == x.shape
     assert buffer.combine(x, handle)[0].shape == own.x.shape
-    x, handle, own = handles[1]
-    same(whole(buffer.dispatch(own.x, handle=handle)[0]), expected(many, group.rank).x)
-    same(buffer.combine(x, handle)[0], summed(many[group.rank], ranks))
+    (x, handle, own), (many, _, want) = handles[1], both[1]  # later calls work
+    same(buffer.dispatch(own.x, handle=handle)[0], want.x)
+    same(buffer.combine(x, handle)[0], summed(many[group.rank], group.size))
 
 
-def destroy_mid_round(group: weft.Group) -> str:
-    """A rank destroys its buffer while the other dispatches: it raises before the deadline."""
-    buffer, own = Buffer(group, timeout=600.0, first_timeout=600.0), on(group, batch(group.rank))
-    args = layout(buffer, own)
-    buffer.combine(*sent(buffer, own))
-    group.barrier()
-    if group.rank == 1:
-        buffer.destroy()
-        return ""
-    with pytest.raises(PeerLeft) as raised:
-        buffer.dispatch(own.x, **args)
-    with pytest.raises(PeerLeft):
-        buffer.check()
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_left_is_named(ranks, kind):
-    text, _ = ranks(2, kind)(destroy_mid_round)
-    assert "rank 1" in text
-    assert "closed its all-to-all" in text
-
-
-def refused(group: weft.Group) -> None:
-    with pytest.raises(InvalidArgument, match="num_rdma_bytes is 8; it must be 0: .* one host"):
-        Buffer(group, 8, 8)
-    with pytest.raises(InvalidArgument, match="enable_shrink is True"):
-        Buffer(group, enable_shrink=True)
+@on_ranks(1, [THREADS])
+def test_invalid_arguments_are_refused(group):
     buffer, other, own = Buffer(group), Buffer(group), on(group, batch(group.rank))
-    args = layout(buffer, own)
-    topk: dict[str, Any] = {"topk_idx": own.ids, "topk_weights": own.weights}
+    args, topk = layout(buffer, own), {"topk_idx": own.ids, "topk_weights": own.weights}
     x, handle = sent(buffer, own)
     numbers, scales = own.fp8()
     bad: tuple[tuple[dict[str, Any], str], ...] = (
@@ -396,107 +319,66 @@ def refused(group: weft.Group) -> None:
     for change, text in bad:
         with pytest.raises(InvalidArgument, match=text):
             buffer.dispatch(**{"x": own.x, **args, **change})
-    with pytest.raises(TokenOverflow, match="num_worst_tokens is 4, but this rank, one of 1, has"):
-        buffer.dispatch(own.x, **args, **topk, num_worst_tokens=4)
-    with pytest.raises(InvalidArgument, match=r"bias\[1\] has dtype"):
-        buffer.combine(x, handle, bias=(own.x, own.x.float()))
-    for call in (lambda: other.combine(x, handle), lambda: other.dispatch(own.x, handle)):
-        with pytest.raises(OutOfOrder, match="belongs to another buffer"):
+    worst = {**args, **topk, "num_worst_tokens": 4}
+    send, combine = buffer.dispatch, buffer.combine
+    calls: list[tuple[type[Exception], Any, str]] = [
+        (InvalidArgument, lambda: Buffer(group, 8, 8), "num_rdma_bytes is 8; it must be 0"),
+        (InvalidArgument, lambda: Buffer(group, enable_shrink=True), "enable_shrink is True"),
+        (TokenOverflow, lambda: send(own.x, **worst), "num_worst_tokens is 4, but this rank, one"),
+        (
+            InvalidArgument,
+            lambda: combine(x, handle, bias=(own.x, x.float())),
+            r"bias\[1\] has dtype",
+        ),
+        (OutOfOrder, lambda: other.combine(x, handle), "belongs to another buffer"),
+        (OutOfOrder, lambda: other.dispatch(own.x, handle), "belongs to another buffer"),
+        (
+            *(InvalidArgument, lambda: buffer.low_latency_dispatch(own.x, own.ids, 8, EXPERTS)),
+            "low_latency_mode is False; it must be True",
+        ),
+    ]
+    for error, call, text in calls:
+        with pytest.raises(error, match=text):
             call()
-    with pytest.raises(InvalidArgument, match="low_latency_mode is False; it must be True"):
-        buffer.low_latency_dispatch(own.x, own.ids, 8, EXPERTS)
-    for each in (buffer, other):
-        each.destroy()
-    late: tuple[Any, ...] = (
-        lambda: buffer.combine(x, handle),
-        lambda: buffer.dispatch(own.x, handle),
-        lambda: buffer.get_dispatch_layout(own.ids, EXPERTS),
-    )
-    for call in late:
+    buffer.destroy()
+    other.destroy()
+    late = lambda: combine(x, handle), lambda: send(own.x, handle)
+    for call in (*late, lambda: buffer.get_dispatch_layout(own.ids, EXPERTS)):
         with pytest.raises(OutOfOrder, match="destroyed"):
             call()
 
 
-def test_invalid_arguments_are_refused(ranks):
-    ranks(1, "threads")(refused)
-
-
-def test_sizes_and_configs_are_what_callers_compute_with():
-    for ranks in (1, 2, 8, 32):
-        for config in (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)):
-            assert config.num_sms == Buffer.num_sms
-            assert config.get_rdma_buffer_size_hint(14336, ranks) == 0
-    few, many = (Config(sms).get_nvl_buffer_size_hint(14336, 8) for sms in (2, 20))
-    assert 9 * 256 * 14336 < few < many < 10.2 * few
-    with pytest.raises(InvalidArgument):
-        Config().get_nvl_buffer_size_hint(100, 8)
-
-
-def sglangs(group: weft.Group) -> None:
-    """Make the calls of SGLang 0.5.17's dispatcher, in both modes of one buffer.
-
-    Counts are rounded to DeepGEMM's alignment.
-    """
-    sizes = [0, 0]
-    for config in (Buffer.get_dispatch_config(group.size), Buffer.get_combine_config(group.size)):
-        hints = (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint)
-        sizes = [max(n, hint(HIDDEN * 2, group.size)) for n, hint in zip(sizes, hints, strict=True)]
-    hint = Buffer.get_low_latency_rdma_size_hint(16, HIDDEN, group.size, EXPERTS)
-    buffer = Buffer(
-        group,
-        sizes[0],
-        max(sizes[1], hint),
-        low_latency_mode=True,
-        num_qps_per_rank=max(Buffer.num_sms, EXPERTS // group.size),
-        allow_mnnvl=False,
-    )
-    batches = [batch(r) for r in range(group.size)]
-    own, want = on(group, batches[group.rank]), expected(batches, group.rank)
+@on_ranks(2)
+@buffered(low_latency_mode=True, num_qps_per_rank=24, allow_mnnvl=False)
+def test_both_modes_of_one_buffer_as_sglang_calls_them(group, buffer):
+    """Events are chained, and counts are rounded to DeepGEMM's alignment."""
+    batches, own, want = drawn(group)
     for finishes in (False, True, False):
-        flags: dict[str, Any] = {"async_finish": finishes}
-        flags["previous_event"] = previous = buffer.capture() if finishes else None
-        flags["allocate_on_comm_stream"] = previous is not None
-        per_rank, per_rdma_rank, per_expert, in_rank, previous = buffer.get_dispatch_layout(
-            own.ids, EXPERTS, **flags
-        )
-        flags["previous_event"] = previous
-        flags["allocate_on_comm_stream"] = previous is not None and finishes
+        previous = buffer.capture() if finishes else None
+        flags: dict[str, Any] = {"async_finish": finishes, "allocate_on_comm_stream": finishes}
+        *_, event = buffer.get_dispatch_layout(own.ids, EXPERTS, previous, **flags)
+        args = {**with_topk(buffer, own), "num_tokens_per_rdma_rank": None, "config": None}
         got, ids, weights, counts, handle, event = buffer.dispatch(
-            own.fp8(),
-            topk_idx=own.ids,
-            topk_weights=own.weights,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_rdma_rank,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            expert_alignment=128,
-            config=None,
-            **flags,
+            own.fp8(), **args, expert_alignment=128, previous_event=event, **flags
         )
         event.current_stream_wait()
-        assert handle is not None
         assert counts == [-(-n // 128) * 128 for n in want.counts]
         same(ids, want.ids)
         same(weights, want.weights)
         check_x(got, want, True)
         flags["previous_event"] = buffer.capture() if finishes else None
-        flags["allocate_on_comm_stream"] = finishes
-        x = want.x.to(group.device)
-        out, nothing, event = buffer.combine(x, handle, config=None, **flags)
+        out, _, event = buffer.combine(want.x.to(group.device), handle, config=None, **flags)
         event.current_stream_wait()
-        assert nothing is None
         same(out, summed(batches[group.rank], group.size))
         buffer.clean_low_latency_buffer(16, HIDDEN, EXPERTS)
         rows, _, low, _, _ = buffer.low_latency_dispatch(own.x, own.ids, 16, EXPERTS, use_fp8=False)
-        out = buffer.low_latency_combine(whole(rows), own.ids, own.weights, low)[0]
+        out = buffer.low_latency_combine(rows, own.ids, own.weights, low)[0]
         kept = torch.where(own.ids >= 0, own.weights, 0.0).sum(dim=1, keepdim=True)
         assert torch.allclose(out.float(), own.x.float() * kept, rtol=2e-2, atol=2e-2)
-    buffer.check()
-    buffer.destroy()
 
 
 @buffered()
-def none_made(group: weft.Group, buffer: Buffer) -> None:
+def none_made(group, buffer):
     own = on(group, batch(group.rank))
     text = f"a dispatch to {EXPERTS} experts is new in a graph capture"
     with pytest.raises(InvalidArgument, match=text):
@@ -508,30 +390,25 @@ def test_a_capture_makes_no_exchange(ranks, monkeypatch):
     ranks(2, "threads")(none_made)
 
 
+@on_ranks(2, [CPU])
 @buffered()
-def not_everywhere(group: weft.Group, buffer: Buffer) -> None:
-    """If one rank cannot load a kernel, no rank keeps the exchange; a retry works."""
-    batches = [batch(r) for r in range(group.size)]
-    own = on(group, batches[group.rank])
+def test_a_kernel_that_one_rank_cannot_load(group, buffer):
+    """No rank keeps the exchange, and a retry works."""
+    batches, own, _ = drawn(group)
     with pytest.MonkeyPatch.context() as patch:
         if group.rank:
             patch.setattr(row_exchange, "load_kernel", None)
-        with pytest.raises(CreationFailed, match="a row exchange failed on rank 1 of 2"):
+        text = "a row exchange failed on rank 1 of 2"
+        with pytest.raises(errors.CreationFailed, match=text):
             buffer.dispatch(own.x, **layout(buffer, own))
         assert not made(buffer, RowFetch)
     same(buffer.combine(*sent(buffer, own))[0], summed(batches[group.rank], group.size))
 
 
-def test_a_kernel_that_one_rank_cannot_load(ranks):
-    ranks(2, "cpu")(not_everywhere)
-
-
+@on_ranks(2, [CUDA])
 @buffered()
-def in_turns(group: weft.Group, buffer: Buffer) -> None:
-    """Use streams that wait only for the passed events, as callers of deep_ep may."""
-    ranks = group.size
-    batches = [batch(r, (300, 200)) for r in range(ranks)]
-    own, want = on(group, batches[group.rank]), expected(batches, group.rank)
+def test_streams_that_wait_only_for_the_passed_events(group, buffer):
+    batches, own, want = drawn(group, (300, 200))
     args = layout(buffer, own)
     torch.cuda.synchronize()
     streams: list[Any] = [torch.cuda.Stream() for _ in range(2)]
@@ -540,26 +417,23 @@ def in_turns(group: weft.Group, buffer: Buffer) -> None:
         with torch.cuda.stream(streams[turn % 2]):
             x, _, _, _, handle, event = buffer.dispatch(own.x, **args, async_finish=True)
         with torch.cuda.stream(streams[(turn + turn // 2) % 2]):
-            assert handle is not None
-            out, _, _ = buffer.combine(whole(x), handle, previous_event=event)
+            out, _, _ = buffer.combine(x, handle, previous_event=event)
         kept.append((x, out))
     torch.cuda.synchronize()
     for x, out in kept:
-        same(whole(x), want.x)
-        same(out, summed(batches[group.rank], ranks))
+        same(x, want.x)
+        same(out, summed(batches[group.rank], group.size))
 
 
+@on_ranks(2, [CUDA])
 @buffered()
-def captured(group: weft.Group, buffer: Buffer) -> None:
-    """Capture dispatch and combine with a bound of rows in a graph each."""
-    ranks = group.size
-    batches = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1, 2)]
-    own = on(group, batches[0][group.rank])
+def test_dispatch_and_combine_in_a_graph_each(group, buffer):
+    own = drawn(group)[1]
     graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
 
     def dispatch() -> Any:
-        args = {**layout(buffer, own), "topk_idx": own.ids, "topk_weights": own.weights}
-        return buffer.dispatch(own.x, **args, num_worst_tokens=ranks * max(TOKENS))
+        args = with_topk(buffer, own)
+        return buffer.dispatch(own.x, **args, num_worst_tokens=group.size * max(TOKENS))
 
     warm = dispatch()
     buffer.combine(warm[0], warm[4])
@@ -569,30 +443,15 @@ def captured(group: weft.Group, buffer: Buffer) -> None:
     with torch.cuda.graph(graphs[1]):
         out, _, _ = buffer.combine(x, handle)
     assert counts == []
-    for drawn in batches:
-        for place, value in zip(own, drawn[group.rank], strict=True):
+    for seed in (0, 1, 2):
+        batches, _, want = drawn(group, seed=seed)
+        for place, value in zip(own, batches[group.rank], strict=True):
             place.copy_(value)
         graphs[0].replay()
-        want = expected(drawn, group.rank)
-        same(x[: len(want.x)], want.x)
-        same(ids[: len(want.x)], want.ids)
-        same(weights[: len(want.x)], want.weights)
+        for got, right in ((x, want.x), (ids, want.ids), (weights, want.weights)):
+            same(got[: len(want.x)], right)
         graphs[1].replay()
-        same(out, summed(drawn[group.rank], ranks))
-        same(buffer.combine(x, handle)[0], summed(drawn[group.rank], ranks))  # eager, between
+        same(out, summed(batches[group.rank], group.size))
+        eager = buffer.combine(x, handle)[0]  # between two replays
+        same(eager, summed(batches[group.rank], group.size))
     torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("body", [in_turns, captured])
-def test_streams_and_graphs(ranks, body):
-    ranks(2, "cuda")(body)
-
-
-BODIES = [biased, wrong_on_one_rank, rows_that_do_not_fit, mixed_handles, sglangs]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("body", BODIES)
-def test_two_ranks(ranks, kind, body):
-    ranks(2, kind)(body)

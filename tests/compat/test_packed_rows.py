@@ -3,72 +3,56 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-import weft
-from tests.compat.buffers import buffered
-from tests.compat.test_low_latency import whole
-from tests.compat.test_normal_mode import batch, layout, made, on, sent
+from tests.compat.calls import buffered
+from tests.compat.test_normal_mode import batch, made, on, sent, with_topk
 from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.emulator.machine_code import frames
 from tests.emulator.operators import EmulatedGroups
 from tests.emulator.watch import watching
+from tests.kinds import THREADS, on_ranks
 from tests.rounds import bits
 from weft.compat import packed_rows, rank_layout
-from weft.compat.deep_ep import Buffer
 from weft.compat.row_exchange import RowCombine, RowDispatch, RowFetch
 from weft.errors import TokenOverflow
-from weft.runtime.kernels import Program
 from weft.shape import Shape
 
 TOKENS = (9, 70, 0)
 GATHER = ("group", "gather")
-THERE = Shape(8, 512, 8, 8, 7168, "bf16", (16,))
-BACK = Shape(8, 4096, 8, 8, 7168, "bf16", (16,), combine="gemm_push")
-WEIGHTS = Shape(3, 64, 3, 3, 12, "fp32", (16,), combine="gemm_push")
-PROGRAMS: dict[str, Program] = {
-    "fetch": packed_rows.build_program("fetch_rows", THERE, device=True),
-    "return": packed_rows.build_program("return_rows", BACK, device=True),
-    "return weights": packed_rows.build_program("return_rows", WEIGHTS, device=True),
-}
+PROGRAMS = [
+    ("fetch_rows", Shape(8, 512, 8, 8, 7168, "bf16", (16,))),
+    ("return_rows", Shape(8, 4096, 8, 8, 7168, "bf16", (16,), combine="gemm_push")),
+    ("return_rows", Shape(3, 64, 3, 3, 12, "fp32", (16,), combine="gemm_push")),  # weights
+]
 
 
-def compile_emulated(name: str, shape: Shape) -> Path:
-    """Return the shared library of one kernel of one Shape."""
-    kernel = entry(name, packed_rows.ENTRY_ARGS[name].__name__, f"{name}<S>")
-    return build_library(
-        emulated_tree(),
-        "#include <weft/compat/packed_rows.cuh>\n"
-        f"constexpr weft::Shape S = {shape.to_cpp()};\n{kernel}",
-    )
-
-
+@pytest.mark.slow
+@on_ranks(3, [THREADS])
 @buffered(timeout=600.0)
-def emulated(group: weft.Group, buffer: Buffer) -> None:
+def test_the_kernels_equal_the_cpu_kernels(group, buffer):
     own_rows = on(group, batch(group.rank, TOKENS))
-    args = {**layout(buffer, own_rows), "topk_idx": own_rows.ids, "topk_weights": own_rows.weights}
-    got, _, weights, _, handle, _ = buffer.dispatch(own_rows.x, **args)
-    assert handle is not None
+    got, _, weights, _, handle, _ = buffer.dispatch(own_rows.x, **with_topk(buffer, own_rows))
     got_fp8, *_ = buffer.dispatch(own_rows.fp8(), handle=handle)
-    x = whole(got) * 3
+    x = got * 3
 
     def calls() -> list[torch.Tensor]:
         sums, of_weights, _ = buffer.combine(x, handle, weights)
         rows, *_ = buffer.dispatch(own_rows.x, handle=handle)
         numbers, *_ = buffer.dispatch(own_rows.fp8(), handle=handle)
-        assert of_weights is not None
-        return [sums, of_weights, whole(rows), *numbers]
+        return [sums, of_weights, rows, *numbers]
 
     expected = calls()
-    assert torch.equal(bits(expected[2]), bits(whole(got)))
+    assert torch.equal(bits(expected[2]), bits(got))
     assert torch.equal(bits(expected[3]), bits(got_fp8[0]))
     kernels = [("fetch_rows", e) for e in made(buffer, RowFetch)]
     kernels += [("return_rows", e) for e in made(buffer, RowCombine)]
     for name, exchange in kernels:
-        own, library = exchange._kernels, compile_emulated(name, exchange.a2a.config.shape)
+        own, shape = exchange._kernels, exchange.a2a.config.shape.to_cpp()
+        kernel = entry(name, packed_rows.ENTRY_ARGS[name].__name__, f"{name}<S>")
+        source = f"#include <weft/compat/packed_rows.cuh>\nconstexpr weft::Shape S = {shape};\n"
+        library = build_library(emulated_tree(), source + kernel)
         for ctas, threads in ((1, 32), (3, 96)):
             exchange._kernels = entries = Emulated(library, ctas, threads)
             for value, want in zip(calls(), expected, strict=True):
@@ -85,21 +69,18 @@ def emulated(group: weft.Group, buffer: Buffer) -> None:
 
 
 @pytest.mark.slow
-def test_the_kernels_equal_the_cpu_kernels(ranks):
-    ranks(3, "threads")(emulated)
-
-
+@on_ranks(2, [THREADS])
 @buffered(timeout=600.0)
-def packed(group: weft.Group, buffer: Buffer) -> None:
+def test_kernels_pack_as_the_cpu_does(group, buffer):
     """Pack as many rows as arrive, more, and fewer, where the rest is dropped."""
     own_rows = on(group, batch(group.rank, TOKENS))
-    args = {**layout(buffer, own_rows), "topk_idx": own_rows.ids, "topk_weights": own_rows.weights}
+    args = with_topk(buffer, own_rows)
     room = (2 * max(TOKENS), 1)[group.rank]  # rank 1 has no more than a row for what comes
 
     def calls() -> list[torch.Tensor]:
         exact = buffer.dispatch(own_rows.x, **args)
         more = buffer.dispatch(own_rows.x, **args, num_worst_tokens=2 * max(TOKENS))
-        after = whole(more[0])[: len(exact[0])]  # rows that no rank sent are undefined
+        after = more[0][: len(exact[0])]  # rows that no rank sent are undefined
         result = [t for t in (*exact[:3], after, *more[1:3]) if isinstance(t, torch.Tensor)]
         assert len(result) == 6
         (finding,) = made(buffer, RowDispatch)
@@ -133,13 +114,9 @@ def packed(group: weft.Group, buffer: Buffer) -> None:
     rounds._kernels = own
 
 
-@pytest.mark.slow
-def test_kernels_pack_as_the_cpu_does(ranks):
-    ranks(2, "threads")(packed)
-
-
+@on_ranks(2, [THREADS])
 @buffered()
-def overwrite_handle(group: weft.Group, buffer: Buffer) -> None:
+def test_overwritten_handles_cause_no_stray_access(group, buffer):
     """With overwritten tensors of a handle, nothing is stored outside of the inbox's rows."""
     own = on(group, batch(group.rank, (40, 40)))
     x, handle = sent(buffer, own)
@@ -148,34 +125,25 @@ def overwrite_handle(group: weft.Group, buffer: Buffer) -> None:
     share = exchange.a2a.heap.tensor((exchange.a2a.config.offsets.share_bytes,), torch.uint8)
     returned, shape = exchange.a2a.config.offsets.returned, exchange.a2a.config.shape
     end = returned + shape.ranks * shape.tokens * shape.out_bytes
-    saved = [each.clone() for each in (handle.packing.tokens, handle.packing.prefix)]
+    group.barrier()
+    behind = share[end:].clone()  # destinations and saved routings: the same tokens come back
     for value in (-1, 64, 1 << 30, -(1 << 31)):
-        group.barrier()
-        behind = share[end:].clone()
-        group.barrier()
-        handle.packing.tokens.fill_(value)
-        buffer.combine(x, handle)
-        group.barrier()
-        # destinations and saved routings are as they were: the same tokens come back
-        assert torch.equal(share[end:], behind)
-        handle.packing.tokens.copy_(saved[0])
-        handle.packing.prefix.fill_(value)
-        buffer.combine(x, handle)
-        group.barrier()
-        assert torch.equal(share[end:], behind)
-        handle.packing.prefix.copy_(saved[1])
+        for overwritten in (handle.packing.tokens, handle.packing.prefix):
+            saved = overwritten.clone()
+            group.barrier()
+            overwritten.fill_(value)
+            buffer.combine(x, handle)
+            group.barrier()
+            assert torch.equal(share[end:], behind)
+            overwritten.copy_(saved)
     assert torch.equal(bits(buffer.combine(x, handle)[0]), bits(want))
-
-
-def test_overwritten_handles_cause_no_stray_access(ranks):
-    ranks(2, "threads")(overwrite_handle)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_kernels_compile_without_spills(name: str, arch: str) -> None:
-    program = PROGRAMS[name]
+@pytest.mark.parametrize(("name", "shape"), PROGRAMS)
+def test_kernels_compile_without_spills(name: str, shape: Shape, arch: str) -> None:
+    program = packed_rows.build_program(name, shape, device=True)
     cubin = program.compile_cubin(arch)
     assert all(program.kernel_name(name).encode() in cubin for name in program.entry_points)
     assert set(frames(cubin).values()) == {0}

@@ -10,7 +10,6 @@ import triton.language as tl
 
 @triton.jit
 def divide_kernel(x, y, out, count, BLOCK: tl.constexpr):
-    """`out = x / y`."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = at < count
     tl.store(out + at, tl.load(x + at, there) / tl.load(y + at, there), there)
