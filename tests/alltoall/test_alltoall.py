@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import weft
+from tests.gpu.sanitized import PROGRAMS
 from tests.kinds import ANY, CPU, EMULATED, on_ranks
 from tests.rounds import Round, bits, play
 
 PUSH, FP8 = {"combine": "push"}, {"combine_dtype": "fp8"}
 UNEVEN = Round(tokens=(5, 0, 16, 3))
 SMALL = Round(tokens=(5, 8, 2, 1))
+ONE_HOT = SMALL.next(router="one-hot", dtype=torch.float32, add=True)
 CASES = {
     "uneven tokens": UNEVEN,
     "all full": UNEVEN.next(tokens=(16,) * 4, router="perfect", add=True),
@@ -33,18 +35,14 @@ CASES = {
     "pushed": UNEVEN.next(hidden=256, add=True, options=PUSH),
     "pushed, no rank has tokens": UNEVEN.next(tokens=(0,) * 4, hidden=256, options=PUSH),
     "pushed, perfect": UNEVEN.next(hidden=1152, experts=18, top_k=6, options=PUSH),
-    "pushed, fp32": SMALL.next(
-        hidden=384, router="one-hot", dtype=torch.float32, add=True, options=PUSH
-    ),
+    "pushed, fp32": ONE_HOT.next(hidden=384, options=PUSH),
     "pushed, a long row": SMALL.next(hidden=7168, top_k=8, experts=256, options=PUSH),
     "fp8 back": UNEVEN.next(hidden=256, add=True, options=FP8),
     "fp8 back, no rank has tokens": UNEVEN.next(tokens=(0,) * 4, hidden=256, options=FP8),
     # 1152 columns are two strips and a quarter, 4608 are nine.
     "fp8 back, strips": UNEVEN.next(hidden=1152, experts=18, top_k=6, add=True, options=FP8),
     "fp8 back, fp16": SMALL.next(hidden=4608, dtype=torch.float16, router="holes", options=FP8),
-    "fp8 back, fp32": SMALL.next(
-        hidden=640, router="one-hot", dtype=torch.float32, add=True, options=FP8
-    ),
+    "fp8 back, fp32": ONE_HOT.next(hidden=640, options=FP8),
     "fp8 back, a long row": SMALL.next(hidden=7168, top_k=8, experts=256, options=FP8),
     # Planes of every width of a store, 24 bytes and less beside a row of 65 vectors.
     "planes": Round(
@@ -53,20 +51,22 @@ CASES = {
         extra=(20, 7, 6, 24),
         lost=True,
         options={"stats": 70, "expert_map": [2, 0, 1, 1, 0, 2, 3, 1, 0]},
-    ),
+    ),  # fmt: skip
     "pushed, fp16, holes, statistics": Round(
         *((8, 1, 4, 0), 5, 10, 136, torch.float16, "holes"), extra=(3,), options=PUSH | {"stats": 3}
     ),
     "fp8 both ways": Round(
         *((3, 0, 8, 5), 4, 9, 640), add=True, extra=(12, 5), options=FP8 | {"quantize": "fp8"}
     ),
+    "one number, no rank has tokens": UNEVEN.next(tokens=(0,) * 4, options={"stats": 1}),
+    "4099 numbers, fp8 back": SMALL.next(hidden=128, options=FP8 | {"stats": 4099}),
     "mxfp8 of fp32": Round(
         *((2, 6, 3, 1), 4, 6, 384, torch.float32),
         ids_dtype=torch.int64,
         extra=(1,),
         lost=True,
         options={"quantize": "mxfp8"},
-    ),
+    ),  # fmt: skip
 }
 # What the emulator plays.
 SLOW_SHAPES = (
@@ -76,7 +76,7 @@ SLOW_SHAPES = (
 
 
 def rounds(a2a: weft.AllToAll, case: Round) -> None:
-    """Play whole and split rounds, of few tokens, and with only as many slots as needed."""
+    """Play whole and split rounds, of few tokens, and in as few slots as needed."""
     for seed in range(4):
         turn = case.turned(seed)
         counts = [n // 2 for n in turn.tokens] if seed == 2 else None
@@ -89,18 +89,9 @@ def rounds(a2a: weft.AllToAll, case: Round) -> None:
 
 
 def every_case(group: weft.Group, names: list[str]) -> None:
-    """Yield the cases of each shape together, so that they share an all-to-all."""
-    a2a, shape = None, None
     for name in names:
-        case = CASES[name]
-        sizes = (case.sizes(16), case.dtype, case.options, case.extra)
-        if a2a is None or shape != sizes:
-            if a2a is not None:
-                a2a.close()
-            a2a, shape = case.open(group, split_phase=True), sizes
-        rounds(a2a, case)
-    assert a2a is not None
-    a2a.close()
+        with CASES[name].open(group, split_phase=True) as a2a:
+            rounds(a2a, CASES[name])
 
 
 @pytest.mark.parametrize("kind", [CPU, *ANY, EMULATED])
@@ -136,17 +127,6 @@ def test_rows_of_a_larger_round_do_not_leak_into_a_smaller_one(group, options):
         a2a.check()
 
 
-@on_ranks(4)
-def test_an_explicit_expert_map(group):
-    case = Round(tokens=(9, 4, 16, 0), experts=11)
-    owners = torch.tensor([2, 0, 0, 3, 2, 2, 3, 0, 2, 3, 3])  # rank 1 holds none
-    with case.open(group, expert_map=owners) as a2a:
-        for seed in range(3):
-            play(a2a, case.next(seed=seed))
-        owned = group.all_gather(a2a.local_experts)
-    assert owned == [[1, 2, 7], [], [0, 4, 5, 8], [3, 6, 9, 10]]
-
-
 PAYLOADS = [
     weft.Payload(shape, dtype)
     for shape, dtype in (
@@ -165,29 +145,17 @@ def test_eight_payloads_of_any_dtype(group):
         return raw.view(payload.dtype).view(6, *payload.shape).to(group.device)
 
     ids = torch.tensor([[0, 3], [1, 2], [-1, 3], [2, -1], [-1, -1], [3, 1]]).to(group.device)
-    sizes: dict[str, Any] = {"max_tokens": 8, "top_k": 2, "num_experts": 4, "hidden": 16}
-    sizes |= {"dtype": torch.float32}
-    with weft.AllToAll(group, payloads=PAYLOADS, **sizes) as a2a:
+    case = Round((6, 6), 2, 4, 16, torch.float32)
+    with case.open(group, 8, payloads=PAYLOADS) as a2a:
         got = a2a.dispatch([rows(p, group.rank) for p in PAYLOADS], ids)
         carries = (got.ids >= 0).any(dim=2)
         for plane, payload in zip(got.payloads, PAYLOADS, strict=True):
             assert plane.shape == (group.size, 8, *payload.shape)
             assert plane.dtype == payload.dtype
             for source in range(group.size):
-                kept = carries[source, :6]
-                sent = rows(payload, source)[kept]
-                assert torch.equal(bits(plane[source, :6][kept]), bits(sent))
-        a2a.output().fill_(1.0)
-        reached = [float(len({i // 2 for i in row if i >= 0})) for row in ids.tolist()]
-        assert a2a.combine()[:, 0].tolist() == reached
-
-
-@on_ranks(2)
-def test_num_tokens_on_the_device_limits_a_round(group):
-    case = Round(tokens=(16, 16), add=True)
-    with case.open(group) as a2a:
-        for seed, counts in enumerate(((16, 16), (5, 5), (0, 9), (9, None))):
-            play(a2a, case.next(seed=seed), counts=counts)
+                kept, sent = carries[source, :6], rows(payload, source)
+                assert torch.equal(bits(plane[source, :6][kept]), bits(sent[kept]))
+        a2a.combine()
 
 
 NANS = {torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF, torch.float32: 0x7FFFFFFF}
@@ -213,9 +181,8 @@ def test_every_value_is_rounded_to_nearest_even(group, dtype):
         out = a2a.combine(y[None], add=add)
     total = (0.0 + y.float()) + add.float()  # sums start from +0
     nan = torch.tensor(NANS[dtype], dtype=words, device=group.device)
-    assert torch.equal(
-        out.view(words), torch.where(total.isnan(), nan, total.to(dtype).view(words))
-    )
+    expected = torch.where(total.isnan(), nan, total.to(dtype).view(words))
+    assert torch.equal(out.view(words), expected)
 
 
 @on_ranks(3)
@@ -227,15 +194,15 @@ def test_epochs_wrap(group):
         assert len(a2a.history()) == 18
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_rounds_that_compute_sanitizer_runs_are_right(ranks, program):
+    for part in PROGRAMS[program]:
+        ranks(2, "threads")(part)
+
+
 @on_ranks(2, ["threads"])
 def test_memory_bytes_is_exact(group):
     for stats in (0, 7):
-        sizes: dict[str, Any] = {
-            "max_tokens": 9,
-            "top_k": 2,
-            "num_experts": 4,
-            "hidden": 24,
-            "stats": stats,
-        }
+        sizes: dict[str, Any] = {**Round((9,), 2, 4, 24).sizes(9), "stats": stats}
         with weft.AllToAll(group, **sizes) as a2a:
             assert weft.AllToAll.memory_bytes(ranks=group.size, **sizes) == a2a.heap.size

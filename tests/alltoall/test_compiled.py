@@ -9,15 +9,8 @@ import pytest
 import torch
 
 import weft
-from tests.compiled import (
-    PATIENT,
-    assert_same,
-    compare_all_reduces,
-    compare_all_to_all,
-    compare_layers,
-    compare_low_latency,
-    compile_body,
-)
+from tests import compiled
+from tests.compiled import PATIENT, assert_same, compile_body
 from tests.kinds import CPU, THREADS, on_ranks
 from tests.moe.layers import CONFIGS, Case
 from tests.rounds import Round
@@ -25,68 +18,55 @@ from tests.sums import Sum
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.runtime import library
 
+pytestmark = pytest.mark.timeout(900)
 DYNAMIC: dict[str, Any] = {"backend": "aot_eager", "dynamic": True}
 PLAIN: dict[str, Any] = {"backend": "aot_eager"}
 INDUCTOR: dict[str, Any] = {"backend": "inductor"}
+ONCE = ((5, 3),)  # of the compiler that moves, fuses and reuses memory: its C++ takes long
+CASE = Round((5, 3), top_k=3, experts=8, hidden=128)
+SIZES = CASE.sizes(8)
+
+
+# Functions of tests/compiled.py, and what they compare.
+COMPARED: dict[str, list[tuple[Any, ...]]] = {
+    "sums": [(compiled.compare_all_reduces, DYNAMIC, ("none", "static", "ue8m0"))],
+    "exchanges": [
+        (compiled.compare_all_to_all, DYNAMIC),
+        (compiled.compare_low_latency, DYNAMIC, ("fp8", "reduced")),
+    ],
+    "layers": [
+        (compiled.compare_layers, DYNAMIC, {"overlap": "none"}),
+        (compiled.compare_layers, PLAIN, {"mode": "low_latency", "overlap": "shared_expert"}),
+    ],
+    "sums by inductor": [(compiled.compare_all_reduces, INDUCTOR, ("ue8m0",), (5,))],
+    "exchanges by inductor": [
+        (compiled.compare_all_to_all, INDUCTOR, ONCE),
+        (compiled.compare_low_latency, INDUCTOR, ("plain",), ONCE),
+        (compiled.compare_layers, INDUCTOR, {"overlap": "shared_expert"}, ONCE),
+    ],
+}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_all_reduces(ranks):
-    ranks(2, "cpu")(compare_all_reduces, DYNAMIC, ("none", "static", "ue8m0"), timeout=550.0)
+@pytest.mark.parametrize("name", COMPARED)
+@on_ranks(2, [CPU], timeout=850.0)
+def test_compiled_calls_have_the_bits_of_eager_ones(group, name):
+    for compare, options, *args in COMPARED[name]:
+        compare(group, options, *args)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_all_to_alls(ranks):
-    ranks(2, "cpu")(exchanges, DYNAMIC, timeout=550.0)
-
-
-def exchanges(group: weft.Group, options: dict[str, Any]) -> None:
-    compare_all_to_all(group, options)
-    compare_low_latency(group, options, ("fp8", "reduced"))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@on_ranks(2, [CPU], timeout=550.0)
-def test_layers(group):
-    compare_layers(group, DYNAMIC, {"overlap": "none"})
-    compare_layers(group, PLAIN, {"mode": "low_latency", "overlap": "shared_expert"})
-
-
-# Of the compiler that moves, fuses and reuses memory one graph of each: its C++ takes long.
-ONCE = ((5, 3),)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("body", ["reduces_by_inductor", "exchanges_by_inductor"])
-def test_inductor(ranks, body):
-    ranks(2, "cpu")(globals()[body], timeout=850.0)
-
-
-def reduces_by_inductor(group: weft.Group) -> None:
-    compare_all_reduces(group, INDUCTOR, ("ue8m0",), sizes=(5,))
-
-
-def exchanges_by_inductor(group: weft.Group) -> None:
-    compare_all_to_all(group, INDUCTOR, ONCE)
-    compare_low_latency(group, INDUCTOR, ("plain",), ONCE)
-    compare_layers(group, INDUCTOR, {"overlap": "shared_expert"}, ONCE)
-    args = Round((5, 3), top_k=3, experts=8, hidden=128).inputs_of(group.rank, group.device)[:3]
+@on_ranks(2, [CPU], timeout=850.0)
+def test_inductor_moves_no_read_of_received_rows(group):
+    args = CASE.inputs_of(group.rank, group.device)[:3]
     with weft.AllToAll(group, **SIZES, **PATIENT) as a2a:
         assert_same(compile_body(late_reader, INDUCTOR)(a2a, *args), late_reader(a2a, *args))
 
 
-SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 3, "num_experts": 8, "hidden": 128}
-
-
-def wrong(group: weft.Group) -> None:
+def refuse_wrong_arguments(group: weft.Group) -> None:
     """Refusals are weft's errors, or the compiler's while tracing; the group stays usable."""
-    case = Sum(4, 256)
     with weft.AllReduce(group, max_tokens=8, hidden=256, **PATIENT) as ar:
-        x = case.rows(group.rank, group.device)
+        x = Sum(4, 256).rows(group.rank, group.device)
 
         def body(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             out = ar.fused(x, **kwargs).out
@@ -95,33 +75,29 @@ def wrong(group: weft.Group) -> None:
 
         traced = torch.compile(body, backend="aot_eager", fullgraph=True, dynamic=False)
         expected = body(x)
-        refused: list[tuple[torch.Tensor, dict[str, Any], str]] = [
-            (x.float(), {}, "InvalidArgument.*x has dtype torch.float32"),
-            (x[:, :128].contiguous(), {}, r"InvalidArgument.*x has shape \[4, 128\]"),
-            (x.repeat(3, 1), {}, "TokenOverflow.*12 tokens in one call"),
-            (x, {"residual_out": True}, "InvalidArgument.*residual_out needs residual"),
-            (x, {"out": "yes"}, "InvalidArgument.*out is 'yes'"),
-        ]
-        for kwargs, more, words in refused:
-            with pytest.raises(Exception, match=words):
-                traced(kwargs, **more)
-        assert_same((traced(x),), (expected,))
-        # What only a run can see comes as itself.
         shifted = torch.empty(4 * 256 + 1, dtype=x.dtype)[1:].view(4, 256).copy_(x)
-        with pytest.raises(InvalidArgument, match="x starts at address"):
-            traced(shifted)
-        with pytest.raises(InvalidArgument, match="backend is 'fast'"):
-            traced(x, backend="fast")
+        refused: list[tuple[type[Exception], torch.Tensor, dict[str, Any], str]] = [
+            (Exception, x.float(), {}, "InvalidArgument.*x has dtype torch.float32"),
+            (Exception, x[:, :128].contiguous(), {}, r"InvalidArgument.*x has shape \[4, 128\]"),
+            (Exception, x.repeat(3, 1), {}, "TokenOverflow.*12 tokens in one call"),
+            (Exception, x, {"residual_out": True}, "InvalidArgument.*residual_out needs residual"),
+            (Exception, x, {"out": "yes"}, "InvalidArgument.*out is 'yes'"),
+            # What only a run can see comes as itself.
+            (InvalidArgument, shifted, {}, "x starts at address"),
+            (InvalidArgument, x, {"backend": "fast"}, "backend is 'fast'"),
+        ]
+        for error, rows, kwargs, words in refused:
+            with pytest.raises(error, match=words):
+                traced(rows, **kwargs)
         assert_same((traced(x),), (expected,))
         ar.check()
     with pytest.raises(OutOfOrder, match="was closed"):
         traced(x)
 
 
-def split_phase(group: weft.Group) -> None:
-    """Split calls are refused inside a graph, and work at a graph break."""
-    case = Round((5, 3), top_k=3, experts=8, hidden=128)
-    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
+@on_ranks(1, [CPU], timeout=550.0)
+def test_split_phases_are_refused_inside_a_graph(group):
+    x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
     with weft.AllToAll(group, **SIZES, split_phase=True, **PATIENT) as a2a:
 
         def body(x: torch.Tensor) -> torch.Tensor:
@@ -146,10 +122,9 @@ def split_phase(group: weft.Group) -> None:
         assert not low.history()
 
 
-def handed_over(group: weft.Group) -> None:
-    """Dispatch and combine in two graphs, or one of them in eager code."""
-    case = Round((5, 3), top_k=3, experts=8, hidden=128)
-    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
+@on_ranks(1, [CPU], timeout=550.0)
+def test_dispatch_and_combine_in_two_graphs(group):
+    x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
     with weft.LowLatencyAllToAll(group, **SIZES, quantize=None, **PATIENT) as low:
 
         def dispatch(x: torch.Tensor) -> Any:
@@ -167,24 +142,22 @@ def handed_over(group: weft.Group) -> None:
                 with pytest.raises(OutOfOrder, match="not alive"):
                     other(rows.x.clone(), rows.handle)
 
-        def fails(x: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        def adds(x: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
             rows = low.dispatch(x, ids, weights)
             return low.combine(rows.x, ids, weights, rows.handle, add=bad)
 
-        traced = compile_body(fails, PLAIN)
-        good = torch.zeros_like(x)
+        traced = compile_body(adds, PLAIN)
         shifted = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view_as(x)
         for _ in range(3):  # more often than there are slots
             with pytest.raises(InvalidArgument, match="add starts at address"):
                 traced(x, shifted)
-        assert_same((traced(x, good),), (expected,))
+        assert_same((traced(x, torch.zeros_like(x)),), (expected,))
         low.check()
 
 
-def closed(group: weft.Group) -> None:
-    """Calls of a closed object say so, also from a graph that was compiled before."""
-    case = Round((5, 3), top_k=3, experts=8, hidden=128)
-    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
+@on_ranks(1, [CPU], timeout=550.0)
+def test_calls_of_a_closed_object_are_refused_also_in_a_compiled_graph(group):
+    x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
     deepseek = Case(CONFIGS["deepseek"], tokens=(5, 3))
     logits = deepseek.inputs_of(group.rank, group.device)[1]
 
@@ -213,28 +186,16 @@ def closed(group: weft.Group) -> None:
             compile_body(body, PLAIN)(owner)
 
 
-def while_others_compile(group: weft.Group) -> None:
-    """Calls stay eager while another thread compiles (is_compiling() is true in all threads)."""
-    case = Round((5, 3), top_k=3, experts=8, hidden=128)
-    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
-    with weft.AllToAll(group, **SIZES, **PATIENT) as a2a:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.compiler, "_is_compiling_flag", True)
-            assert torch.compiler.is_compiling()
-            received = a2a.dispatch(x, ids, weights)
-            assert received.x.data_ptr() == a2a.latest_received.x.data_ptr()
-            a2a.combine(received.x)
-        a2a.check()
-
-
-@pytest.mark.timeout(600)
-@on_ranks(1, [CPU], timeout=550.0)
-def test_refusals_and_mixtures(group):
-    """A group of one rank suffices, because refusals do not depend on peers."""
-    split_phase(group)
-    handed_over(group)
-    closed(group)
-    while_others_compile(group)
+@on_ranks(1, [CPU])
+def test_calls_stay_eager_while_another_thread_compiles(group):
+    """is_compiling() is true in all threads."""
+    x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
+    with weft.AllToAll(group, **SIZES, **PATIENT) as a2a, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "_is_compiling_flag", True)
+        assert torch.compiler.is_compiling()
+        received = a2a.dispatch(x, ids, weights)
+        assert received.x.data_ptr() == a2a.latest_received.x.data_ptr()
+        a2a.combine(received.x)
 
 
 def late_reader(
@@ -248,21 +209,17 @@ def late_reader(
     return seen, a2a.combine(received.x, add=x) * 2
 
 
-@pytest.mark.timeout(600)
 @on_ranks(2, [CPU], timeout=550.0)
 def test_calls_keep_their_order_and_their_numbers(group):
-    wrong(group)
-    case = Round((5, 3), top_k=3, experts=8, hidden=128)
-    args = case.inputs_of(group.rank, group.device)[:3]
+    refuse_wrong_arguments(group)
+    args = CASE.inputs_of(group.rank, group.device)[:3]
     with weft.AllToAll(group, **SIZES) as a2a, weft.AllToAll(group, **SIZES) as other:
         traced = compile_body(late_reader, PLAIN)
         for owner in (a2a, other, a2a):
             assert_same(traced(owner, *args), late_reader(owner, *args))
         epoch = a2a.history()[-1].epoch
-        twice = compile_body(
-            lambda: tuple(a2a.combine(a2a.dispatch(*args).x) for _ in range(2)), PLAIN
-        )
-        one, two = twice()
+        twice = lambda: tuple(a2a.combine(a2a.dispatch(*args).x) for _ in range(2))  # noqa: E731
+        one, two = compile_body(twice, PLAIN)()
         assert_same((one,), (two,))
         assert a2a.history()[-1].epoch == epoch + 2, "two equal calls stay two calls"
     with weft.AllToAll(group, stats=9, **SIZES) as a2a:
@@ -304,8 +261,7 @@ def test_fake_tensors_are_refused_outside_of_a_compiler(group):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with weft.AllToAll(group, **SIZES) as a2a, FakeTensorMode():
+        x, ids = torch.zeros(2, 128, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int32)
         with pytest.raises(InvalidArgument, match="is a FakeTensor"):
-            a2a.dispatch(
-                torch.zeros(2, 128, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int32)
-            )
+            a2a.dispatch(x, ids)
         assert not a2a.history()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch and combine in the emulator: memory order, deadlines, timelines and faults.
+"""Dispatch and combine in the emulator: memory order, timelines and faults.
 
 That the kernels give the reference's bits in every launch shape is in test_alltoall.py.
 """
@@ -16,18 +16,11 @@ import torch
 import weft
 from tests.alltoall.test_alltoall import CASES, SLOW_SHAPES, rounds
 from tests.alltoall.test_ways import strange_rows
-from tests.emulator.operators import (
-    COMBINE_FP8,
-    DISPATCH,
-    EmulatedAllToAll,
-    compile_alltoall,
-    places,
-    watched,
-)
-from tests.emulator.watch import Event, watching, ways
-from tests.kinds import EMULATED, on_ranks
+from tests.emulator import operators
+from tests.emulator.operators import EmulatedAllToAll, compile_alltoall
+from tests.emulator.watch import watching, ways
+from tests.kinds import EMULATED, THREADS, on_ranks
 from tests.mutations import COMBINE_FP8 as FAULTS
-from tests.mutations import Mutation
 from tests.patience import hurry
 from tests.rounds import Round, bits, drop_refusals, play
 from tests.sending import return_by_scatter, return_by_store, round_trip
@@ -42,63 +35,49 @@ PROFILED = ("planes", "pushed, fp16, holes, statistics", "fp8 both ways")
 
 
 def case_of(name: str) -> Round:
-    """Return a case of three ranks."""
     case = CASES[name]
-    return case.next(tokens=case.tokens[:RANKS])
+    options = dict(case.options)
+    if "expert_map" in options:
+        options["expert_map"] = [owner % RANKS for owner in options["expert_map"]]
+    return case.next(tokens=case.tokens[:RANKS], options=options)
 
 
-def options_of(case: Round) -> dict[str, Any]:
-    """Return the options with an expert map of three ranks."""
-    owners = case.options.get("expert_map")
-    return {} if owners is None else {"expert_map": [owner % RANKS for owner in owners]}
-
-
-def watched_rounds(group: weft.Group, name: str) -> tuple[int, list[Event], Shape]:
-    """Return how many rows arrived, and the recorded memory accesses."""
+@pytest.mark.parametrize("name", WATCHED)
+@on_ranks(RANKS, [EMULATED])
+def test_memory_accesses_have_the_required_order(group, name):
     case, rows = case_of(name), 0
-    with case.open(group, 8, split_phase=True, **options_of(case)) as a2a:
-        watch, entries = watched(a2a), a2a._local.kernels
+    with case.open(group, 8, split_phase=True) as a2a:
+        watch, entries = operators.watched(a2a), a2a._local.kernels
         assert isinstance(entries, EmulatedAllToAll)
         with watching(group, entries.library, a2a.site.stride):
             for seed in range(4):
                 counts = [n // 2 for n in case.turned(seed).tokens] if seed % 2 else None
                 rows += play(a2a, case.turned(seed), halves=seed % 2 == 0, counts=counts)
         drop_refusals(a2a)
-        return rows, watch.events(), a2a.config.shape
-
-
-@pytest.mark.parametrize("name", WATCHED)
-def test_memory_accesses_have_the_required_order(ranks, name):
-    result = ranks(RANKS, "emulated")(watched_rounds, name)
-    rows, (_, events, shape) = sum(count for count, *_ in result), result[0]
-    seen = ways(events, places(shape))
+        rows, events, shape = sum(group.all_gather(rows)), watch.events(), a2a.config.shape
+    places = operators.places(shape)
+    seen = ways(events, places)
     seen.pop("failed", None)  # which only waits that last look at
     assert seen == expected_ways(shape, case_of(name).lost)
     # No vector is stored twice, and none but those of rows that some rank waits for.
-    writes = Counter(
-        part
-        for event in events
-        if event.how == "writes weak"
-        for part in ways([event], places(shape))
-    )
+    stores = [event for event in events if event.how == "writes weak"]
+    writes = Counter(part for event in stores for part in ways([event], places))
     assert writes["plane 0"] == rows * shape.row_bytes[0] // 16
     if shape.combine == "push":
         assert writes["returned"] == rows * shape.out_bytes // 16
     for phase in ("dispatched", "arrived"):
-        assert len([e for e in events if e.offset in places(shape)[phase]]) > RANKS
+        assert len([e for e in events if e.offset in places[phase]]) > RANKS
     reported = {e.how for e in events if e.share < 0 and e.how.startswith("writes r")}
     assert reported == ({"writes release sys"} if case_of(name).lost else set())  # the mailbox
 
 
 def expected_ways(shape: Shape, lost: bool) -> dict[str, set[str]]:
-    """Return the expected accesses of each part of a share."""
+    """Return the expected accesses of each part of a share. Narrow stores are not recorded."""
     flag = {"writes release sys", "reads acquire sys"}
     ways = {"dispatched": flag, "ready": flag, "route": {"writes weak"}, "outbox": {"reads weak"}}
     ways["arrived"] = {"updates acq_rel gpu"}
-    # Narrow stores are plain ones and are not written down.
-    ways |= {
-        f"plane {i}": {"writes weak"} for i, size in enumerate(shape.row_bytes) if size % 16 == 0
-    }
+    planes = [i for i, size in enumerate(shape.row_bytes) if size % 16 == 0]
+    ways |= {f"plane {i}": {"writes weak"} for i in planes}
     if lost:
         ways["refusing"] = {"updates acq_rel gpu"}
     if shape.combine == "push":
@@ -110,19 +89,16 @@ def expected_ways(shape: Shape, lost: bool) -> dict[str, set[str]]:
     return ways
 
 
-def mix_with_cpu_rank(group: weft.Group, name: str) -> None:
+@pytest.mark.parametrize("name", WATCHED)
+@on_ranks(RANKS, [THREADS])
+def test_kernels_and_cpu_ranks_interoperate(group, name):
     """Rank 1 runs the CPU kernels, which speak the same protocol."""
     case = case_of(name)
-    with case.open(group, 8, split_phase=True, **options_of(case)) as a2a:
+    with case.open(group, 8, split_phase=True) as a2a:
         if group.rank != 1:
             shape = a2a.config.shape
             a2a._local.kernels = EmulatedAllToAll(compile_alltoall(shape), shape, group.rank)
         rounds(a2a, case)
-
-
-@pytest.mark.parametrize("name", WATCHED)
-def test_kernels_and_cpu_ranks_interoperate(ranks, name):
-    ranks(RANKS, "threads")(mix_with_cpu_rank, name)
 
 
 CHOICES = (
@@ -135,7 +111,6 @@ CHOICES = (
 @pytest.mark.parametrize("case", CHOICES, ids=lambda case: f"top {case.top_k} of {case.experts}")
 @on_ranks(RANKS, [EMULATED])
 def test_gemm_push_has_the_bits_of_push(group, case):
-    """Compare rows that experts store at their owners with rows that are summed at the source."""
     with (
         case.open(group, 8, combine="gemm_push", split_phase=True) as a2a,
         case.open(group, 8, split_phase=True) as other,
@@ -148,40 +123,11 @@ def test_gemm_push_has_the_bits_of_push(group, case):
         a2a.check()
 
 
-def alone(group: weft.Group, phase: str) -> str:
-    """Rank 1 skips the second round's dispatch, or its combine."""
-    case = CASES["fp8 back"].next(tokens=(4, 4, 4))
-    with case.open(group, 8) as a2a:
-        play(a2a, case)
-        hurry(a2a, 4.0)
-        group.barrier()
-        text, args = "", case.inputs_of(group.rank, group.device)[:3]
-        if phase == "combine":
-            a2a.dispatch(*args)
-        if group.rank != 1:
-            with pytest.raises(PeerTimeout) as caught:
-                a2a.combine() if phase == "combine" else a2a.dispatch(*args)
-            text = str(caught.value)
-            with pytest.raises(PeerTimeout):
-                a2a.dispatch(*args)
-        group.barrier()
-        return text
-
-
-@pytest.mark.parametrize("phase", ["dispatch", "combine"])
-def test_a_phase_ends_when_a_peer_is_absent(ranks, phase):
-    texts = ranks(RANKS, "emulated")(alone, phase)
-    for rank in (0, 2):
-        seen = f"rank {rank}, {phase}: rank 1 did not publish epoch 2"
-        reported = f"rank {rank}, {phase}: rank {2 - rank} timed out waiting for rank 1"
-        assert seen in texts[rank] or reported in texts[rank], texts[rank]
-
-
 @pytest.mark.parametrize("name", PROFILED)
 @on_ranks(RANKS, [EMULATED])
 def test_profiled_kernels_keep_every_round_in_order(group, name):
     case = case_of(name)
-    with case.open(group, 8, profile=True, split_phase=True, **options_of(case)) as a2a:
+    with case.open(group, 8, profile=True, split_phase=True) as a2a:
         for seed in range(4):
             play(a2a, case.turned(seed), halves=seed % 2 == 0)
         group.barrier()
@@ -192,7 +138,7 @@ def test_profiled_kernels_keep_every_round_in_order(group, name):
     assert [(span.epoch, span.phase) for span in spans] == both
     for span in spans:
         turn = span.epoch - 1 + group.rank
-        plans = DISPATCH if span.phase == "dispatch" else entries.combines
+        plans = operators.DISPATCH if span.phase == "dispatch" else entries.combines
         whole = span.epoch % 2 == 0 or span.phase == "dispatch"
         if name != "planes" or whole:  # the first half of a pull is flags only
             plan = plans[turn % len(plans)]
@@ -221,20 +167,22 @@ def strange_round(a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor) -> boo
 
 def is_blank(a2a: weft.AllToAll) -> bool:
     """Whether all words hold the sentinel, as the next round expects."""
-    shape = a2a.config.shape
-    size = (shape.returned_rows * shape.returned_bytes,)
-    places = a2a.heap.tensor(size, torch.uint8, offset=a2a.config.offsets.returned)
-    return bool((places == 0xFF).all())
+    size = (a2a.config.shape.returned_rows * a2a.config.shape.returned_bytes,)
+    words = a2a.heap.tensor(size, torch.uint8, offset=a2a.config.offsets.returned)
+    return bool((words == 0xFF).all())
 
 
-def finds_fault(group: weft.Group, mutation: Mutation | None) -> bool:
+@pytest.mark.parametrize("name", [None, *FAULTS])
+@on_ranks(2, [THREADS])
+def test_a_fault_is_detected(group, name):
     """Play rounds until one is wrong on some rank."""
+    mutation, right = None if name is None else FAULTS[name], True
     case = Round(tokens=(9, 9), hidden=1152, top_k=2, experts=4)
     with case.open(group, combine_dtype="fp8") as a2a:
         shape = a2a.config.shape
         library = compile_alltoall(shape, mutation=mutation)
         a2a._local.kernels = entries = EmulatedAllToAll(library, shape, group.rank)
-        entries.combines = COMBINE_FP8[1:2]
+        entries.combines = operators.COMBINE_FP8[1:2]
         x = strange_rows(1152)[:9].bfloat16()
         x[8].view(torch.int16)[:] = -1
         ids = torch.tensor([[0, 2], [1, -1], [3, -1]], dtype=torch.int32).repeat(3, 1)
@@ -247,12 +195,7 @@ def finds_fault(group: weft.Group, mutation: Mutation | None) -> bool:
             except PeerTimeout:
                 right = False
             group.barrier()
-            if not all(group.all_gather(right and is_blank(a2a))):
-                return True
-        return False
-
-
-@pytest.mark.parametrize("name", [None, *FAULTS])
-def test_a_fault_is_detected(ranks, name):
-    mutation = None if name is None else FAULTS[name]
-    assert ranks(2, "threads")(finds_fault, mutation) == [name is not None] * 2
+            right = all(group.all_gather(right and is_blank(a2a)))
+            if not right:
+                break
+        assert right == (name is None)

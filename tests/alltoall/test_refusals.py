@@ -1,34 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invalid input is refused, and changes no rank's memory."""
+"""Invalid input beside that of test_arguments.py is refused, or dropped and reported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 import weft
-from tests.kinds import CPU, CUDA, on_ranks
-from tests.rounds import Round, bits, play, synchronize
-from weft.alltoall.config import AllToAllConfig, AllToAllSpec
-from weft.errors import (
-    BadExpertId,
-    GeometryMismatch,
-    InvalidArgument,
-    OutOfOrder,
-    TokenOverflow,
-)
+from tests import lowlatency_rounds as low
+from tests.compat.calls import refused
+from tests.kinds import CPU, CUDA, THREADS, on_ranks
+from tests.lowlatency_rounds import Mode
+from tests.rounds import MARK, Round, bits, play, synchronize
+from weft import errors
+from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
+from weft.moe import Expert, ExpertWeights, Routing
 
 SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 2, "num_experts": 4, "hidden": 16}
-
-
-def refused(error: type[Exception], call: Callable[[], object], *words: str) -> None:
-    with pytest.raises(error) as caught:
-        call()
-    for word in words:
-        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
 
 
 @on_ranks(2, [CPU, CUDA])
@@ -36,24 +27,19 @@ def test_invalid_input_is_refused_on_the_host(group):
     d = group.device
     x = torch.zeros((3, 16), dtype=torch.bfloat16, device=d)
     ids = torch.tensor([[0, 1], [2, 3], [1, -1]], dtype=torch.int32, device=d)
-    w = torch.ones((3, 2), device=d)
+    flat = torch.zeros(16 * 4 + 1, dtype=x.dtype, device=d)
+    many, nine = torch.zeros((9, 16), dtype=x.dtype, device=d), ids.repeat(3, 1)
     with weft.AllToAll(group, **SIZES) as a2a:
         send = a2a.dispatch
         refused(InvalidArgument, lambda: send(x, ids[:, :1].contiguous()), "[3, 1]", "2")
         refused(InvalidArgument, lambda: send(x[:2], ids), "[2, 16]", "[3, 16]")
-        refused(InvalidArgument, lambda: send([x, x], ids), "2 payload", "1")
-        flat = torch.zeros(16 * 4 + 1, dtype=torch.bfloat16, device=d)
         refused(InvalidArgument, lambda: send(flat[1:49].view(3, 16), ids), "16 bytes", "clone")
-        many = torch.zeros((9, 16), dtype=torch.bfloat16, device=d)
-        nine = torch.zeros((9, 2), dtype=torch.int32, device=d)
         refused(TokenOverflow, lambda: send(many, nine), "9 tokens", "max_tokens=8")
         refused(OutOfOrder, a2a.combine, "combine out of order", "expects dispatch")
-        send(x, ids, w)
+        send(x, ids, torch.ones((3, 2), device=d))
         refused(OutOfOrder, lambda: send(x, ids), "3 tokens are dispatched")
         inside = a2a.output()[1, :3]
         refused(InvalidArgument, lambda: a2a.combine(out=inside), "out is in the symmetric memory")
-        refused(InvalidArgument, lambda: a2a.combine(add=x[:2]), "add", "[2, 16]")
-        refused(InvalidArgument, lambda: a2a.combine(x), "y", "[3, 16]")
         a2a.combine()
         a2a.check()
     refused(OutOfOrder, a2a.output, "closed")
@@ -61,64 +47,34 @@ def test_invalid_input_is_refused_on_the_host(group):
     a2a.close()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"top_k": 33}, ("top_k", "33", "1..32")),
-        ({"top_k": 5}, ("top_k", "5", "4 experts")),
-        ({"hidden": 12}, ("24 bytes", "pad hidden to 16")),
-        ({"expert_map": [0, 1]}, ("2 entries", "4")),
-        ({"expert_map": [0, 1, 2, 0]}, ("expert_map[2]", "rank 2", "0..1")),
-        ({"payloads": [weft.Payload((1,), torch.uint8)] * 9}, ("9 payload", "1..8")),
-    ],
-)
-def test_invalid_sizes_are_refused(change, words):
-    spec = AllToAllSpec(ranks=2, **(SIZES | change))
-    with pytest.raises(InvalidArgument) as caught:
-        AllToAllConfig.from_spec(spec)
-    assert all(word in str(caught.value) for word in words), caught.value
+@on_ranks(3, [THREADS])
+def test_ranks_that_disagree_raise_at_creation(group):
+    sizes = {**SIZES, "hidden": 16 + 16 * (group.rank == 1)}
+    refused(GeometryMismatch, lambda: weft.AllToAll(group, **sizes), "hidden", "16", "32")
 
 
-def different_sizes(group: weft.Group) -> str:
-    with pytest.raises(GeometryMismatch) as caught:
-        weft.AllToAll(group, **{**SIZES, "hidden": 16 + 16 * (group.rank == 1)})
-    return str(caught.value)
-
-
-def test_ranks_that_disagree_raise_at_creation(ranks):
-    texts = ranks(3, "threads")(different_sizes)
-    assert len(set(texts)) == 1
-    assert "hidden" in texts[0]
-    assert "16" in texts[0]
-    assert "32" in texts[0]
+@on_ranks(2, [CPU])
+def test_a_rank_that_cannot_compile_stops_all(group):
+    defines = ("weft=,",) if group.rank == 1 else ()
+    with pytest.raises(errors.CreationFailed, match="rank 1(.|\n)*CompileError") as caught:
+        weft.AllToAll(group, **SIZES, _defines=defines)
+    assert len(set(group.all_gather(str(caught.value)))) == 1
 
 
 @on_ranks(2, [CPU, CUDA])
 def test_invalid_input_is_reported_by_the_device(group):
-    d = group.device
+    d, rank = group.device, f"rank {group.rank}"
     case = Round(tokens=(8, 8), top_k=2, experts=4, hidden=16)
     with weft.AllToAll(group, **SIZES) as a2a:
         for wide, bad in ((False, 4), (False, -2), (True, 2**32), (True, -(2**63)), (True, 2**31)):
             x, ids, weights, _ = case.inputs_of(group.rank, d)
             ids = ids.long() if wide else ids
             ids[3, 1] = bad
-            received = a2a.dispatch(x, ids, weights)
-            a2a.output().copy_(weft.reference.identity_experts(received, case.dtype))
-            out = a2a.combine()
-            expected = weft.reference.identity_round_trip(
-                x, ids, weights, a2a.placement, ranks=group.size
-            )
-            assert torch.equal(bits(out), bits(expected))
+            a2a.dispatch(x, ids, weights)
+            a2a.combine()
             synchronize(d)
-            where = f"topk_ids[3, 1] is {bad}"
-            refused(BadExpertId, a2a.check, f"rank {group.rank}", where, "0..3")
+            refused(BadExpertId, a2a.check, rank, f"topk_ids[3, 1] is {bad}", "0..3")
             a2a.check()
-        x, ids, weights, _ = case.inputs_of(group.rank, d)
-        ids[5] = 2
-        a2a.dispatch(x, ids, weights)
-        a2a.combine()
-        synchronize(d)
-        refused(BadExpertId, a2a.check, "topk_ids[5, 1]", "repeats expert 2")
         for count in (9, -1):
             n = torch.tensor([count], dtype=torch.int32, device=d)
             received = a2a.dispatch(*case.inputs_of(group.rank, d)[:3], num_tokens=n)
@@ -130,3 +86,115 @@ def test_invalid_input_is_reported_by_the_device(group):
             refused(TokenOverflow, a2a.check, f"is {count}", "0..8")
         play(a2a, case.next(seed=5))
         a2a.check()
+
+
+EXPERTS, TOP_K, HIDDEN, TOKENS = 10, 4, 128, 24
+EXTREMES = (
+    *(-(2**63), -(2**63) + 1, -(2**32), -(2**31) - 1, -(2**31), -(2**16), -2, -1),
+    *(EXPERTS, EXPERTS + 1, 2**16, 2**24, 2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**63 - 1),
+)
+
+
+@dataclass(frozen=True)
+class Wild(Round):
+    """A round of which a third of the ids are extreme values, and some are repeated in a row."""
+
+    def _ids(self, rank: int, generator: torch.Generator) -> torch.Tensor:
+        device, generator = generator.device, torch.Generator().manual_seed(self.seed * 64 + rank)
+        size = (self.tokens[rank], self.top_k)
+        ids = torch.randint(0, self.experts, size, generator=generator)
+        limits = torch.iinfo(self.ids_dtype)
+        extremes = torch.tensor([e for e in EXTREMES if limits.min <= e <= limits.max])
+        pick = torch.randint(0, len(extremes), size, generator=generator)
+        wild = torch.rand(size, generator=generator) < 0.3
+        return torch.where(wild, extremes[pick], ids).to(device)
+
+
+CASE = Wild((TOKENS,) * 2, TOP_K, EXPERTS, HIDDEN, ids_dtype=torch.int64)
+
+
+@on_ranks(2, [CPU, CUDA])
+def test_thousands_of_id_vectors_stay_in_their_slots(group):
+    """Everything outside the slots of routed tokens is unchanged."""
+    with CASE.open(group, TOKENS) as a2a:
+        layout = a2a.config.offsets
+        after = layout.planes[0] + a2a.latest_received.x.nbytes
+        rest = a2a.heap.tensor((layout.outbox - after,), torch.uint8, offset=after)
+        rest.fill_(MARK)
+        for seed in range(10_000 // TOKENS + 1):
+            play(a2a, CASE.next(seed=seed))
+            synchronize(group.device)
+            with pytest.raises(BadExpertId):
+                a2a.check()
+        assert bool((rest == MARK).all())
+
+
+MODES = [Mode(quantize=None), Mode(quantize=None, reduce="sender", more={"split_phase": True})]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["receiver", "sender"])
+@on_ranks(2)
+def test_wild_ids_of_low_latency_change_nothing_else(group, mode):
+    with mode.make(group, CASE, TOKENS) as a2a:
+        for seed in range(24):
+            dtype = (torch.int64, torch.int32)[seed % 2]
+            low.play(a2a, mode, CASE.next(seed=seed, ids_dtype=dtype), checks=False)
+            with pytest.raises(BadExpertId):
+                a2a.check()
+            group.barrier()
+
+
+@on_ranks(2)
+def test_reports_of_repeated_ids_are_true(group):
+    """Both are delivered by the one operator, and the first by the other."""
+    d = group.device
+    ids = torch.tensor([[5, 9, 5, 2]], dtype=torch.int32, device=d)
+    x, weights = torch.ones((1, HIDDEN), device=d).bfloat16(), torch.ones(ids.shape, device=d)
+    repeated = rf"rank {group.rank}: topk_ids\[0, 2\] repeats expert 5 of the same row.*"
+    sizes = CASE.sizes(4)
+    with weft.AllToAll(group, **sizes) as a2a:
+        received = a2a.dispatch(x, ids)
+        synchronize(d)
+        local = [e in a2a.local_experts for e in ids[0].tolist()]
+        assert [i >= 0 for i in received.ids[group.rank, 0].tolist()] == local
+        a2a.combine()
+        synchronize(d)
+        with pytest.raises(BadExpertId, match=repeated + "Both were delivered"):
+            a2a.check()
+    with weft.LowLatencyAllToAll(group, **sizes, quantize=None) as op:
+        got = op.dispatch(x, ids, weights)
+        synchronize(d)
+        counts = dict(zip(op.local_experts, got.counts.tolist(), strict=True))
+        assert all(counts.get(e, group.size) == group.size for e in (5, 9, 2))  # once a rank
+        out = op.combine(torch.ones_like(got.x), ids, weights, got.handle)
+        synchronize(d)
+        assert out[0].tolist() == [3.0] * HIDDEN
+        text = "It was dropped; its first occurrence in the row was sent"
+        with pytest.raises(BadExpertId, match=repeated + text):
+            op.check()
+
+
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+@on_ranks(2)
+def test_invalid_counts_on_the_device_are_clamped_in_layers(group, mode):
+    config = weft.MoEConfig(HIDDEN, 64, Routing(EXPERTS, TOP_K))
+    device = group.device
+
+    def stack_local(local: tuple[int, ...]) -> ExpertWeights:
+        return ExpertWeights.stack(config, [Expert.seeded(config, e) for e in local], device)
+
+    x = CASE.inputs_of(group.rank, device)[0]
+    logits = torch.randn((TOKENS, EXPERTS), generator=torch.Generator().manual_seed(5)).to(device)
+    options = {"mode": mode, "overlap": "none", "gemm": "torch"}
+    with weft.MoE(group, config, stack_local, max_tokens=TOKENS, **options) as layer:
+        before = layer(x, logits)
+        for count, rows in ((-(2**31), 0), (-1, 0), (TOKENS + 1, TOKENS), (2**31 - 1, TOKENS)):
+            number = torch.tensor([count], dtype=torch.int32, device=device)
+            out = layer(x, logits, num_tokens=number)
+            synchronize(group.device)
+            assert torch.equal(bits(out[:rows]), bits(before[:rows]))
+            assert not out[rows:].any()
+            if mode == "throughput":
+                with pytest.raises(TokenOverflow, match=f"num_tokens on the device is {count}; "):
+                    layer.check()
+        group.barrier()
