@@ -71,15 +71,11 @@ struct Slot {
     }
 };
 
-static LowLatencyDispatchArgs dispatch_args(const Site& site, u32 own, Slot& slot) {
-    LowLatencyDispatchArgs a{};
+template <class Args> static Args common_args(const Site& site, u32 own, Slot& slot) {
+    Args a{};
     a.site = site;
-    a.x = slot.x.data();
     a.ids = slot.ids.data();
-    a.rows = slot.rows.data();
     a.counts = slot.counts.data();
-    a.source = slot.source.data();
-    a.ranges = slot.ranges.data();
     a.routing = slot.routing();
     a.tokens = slot.tokens;
     a.ids_bytes = 4;
@@ -87,17 +83,19 @@ static LowLatencyDispatchArgs dispatch_args(const Site& site, u32 own, Slot& slo
     return a;
 }
 
+static LowLatencyDispatchArgs dispatch_args(const Site& site, u32 own, Slot& slot) {
+    auto a = common_args<LowLatencyDispatchArgs>(site, own, slot);
+    a.x = slot.x.data();
+    a.rows = slot.rows.data();
+    a.source = slot.source.data();
+    a.ranges = slot.ranges.data();
+    return a;
+}
+
 static LowLatencyCombineArgs combine_args(const Site& site, u32 own, Slot& slot) {
-    LowLatencyCombineArgs a{};
-    a.site = site;
+    auto a = common_args<LowLatencyCombineArgs>(site, own, slot);
     a.y = slot.rows.data();
-    a.ids = slot.ids.data();
     a.out = slot.out.data();
-    a.counts = slot.counts.data();
-    a.routing = slot.routing();
-    a.tokens = slot.tokens;
-    a.ids_bytes = 4;
-    a.own_experts = own;
     return a;
 }
 

@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import weft
-from tests.kinds import ANY, CPU, CUDA, EMULATED, on_ranks
+from tests.emulator.operators import EmulatedLow, compile_low
+from tests.emulator.watch import watching, ways
+from tests.kinds import ANY, CPU, CUDA, EMULATED, THREADS, on_ranks
 from tests.lowlatency_rounds import Mode, expected_out, expert_results, play
 from tests.rounds import Round, bits
+from weft.lowlatency import reference as low
+from weft.lowlatency.operator import LowLatencyAllToAll
 
 UNEVEN = Round(tokens=(5, 0, 16), hidden=256)
 REDUCED = Mode(reduce="sender", combine_dtype="fp8")
@@ -96,17 +101,16 @@ def test_an_inbox_is_reset_after_reading(group):
             assert bool((rows == 0xFF).all())
 
 
-def play_alone(group: weft.Group) -> None:
-    case = Round((3,) * group.size, hidden=128, experts=5)
-    with Mode().make(group, case, 3) as a2a:
+def play_seeds(group: weft.Group, mode: Mode, case: Round, most: int) -> None:
+    with mode.make(group, case, most) as a2a:
         for seed in range(3):
-            play(a2a, Mode(), case.next(seed=seed))
+            play(a2a, mode, case.next(seed=seed))
 
 
 @pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_other_group_sizes(ranks, kind, count):
-    ranks(count, kind)(play_alone)
+    ranks(count, kind)(play_seeds, Mode(), Round((3,) * count, hidden=128, experts=5), 3)
 
 
 def play_full(group: weft.Group) -> None:
@@ -156,7 +160,6 @@ def test_split_calls_interoperate_with_whole_ones(group):
 
 @on_ranks(3, [*ANY, EMULATED])
 def test_two_live_results_overlap(group):
-    """One result is dispatched while the other is combined."""
     mode = Mode(more={"split_phase": True})
     case = Round(tokens=(5, 9, 16), hidden=256)
     with mode.make(group, case, 16) as a2a:
@@ -200,3 +203,107 @@ def test_tables_that_do_not_hold_every_chunk(group):
     with Mode().make(group, case, 450) as a2a:
         play(a2a, Mode(), case)
         play(a2a, Mode(), case.next(seed=3, tokens=(3, 75), router="one-hot"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8", "reduced, fp8 back", "choices"])
+@on_ranks(3, [THREADS])
+def test_kernels_and_cpu_ranks_interoperate(group, name):
+    """Rank 1 runs the CPU kernels, which speak the same protocol."""
+    mode, case = CASES[name]
+    with mode.make(group, case, 16) as a2a:
+        if group.rank != 1:
+            shape = a2a.config.shape
+            a2a._local.kernels = EmulatedLow(compile_low(shape), shape)
+        for seed in range(2):
+            play(a2a, mode, case.next(seed=seed))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "several" in name])
+@on_ranks(3, [EMULATED])
+def test_memory_accesses_have_the_required_order(group, name):
+    mode, case = CASES[name]
+    with mode.make(group, case, 16) as a2a:
+        entries: Any = a2a._local.kernels
+        with watching(group, entries.library, a2a.site.stride) as watch:
+            for seed in range(2):
+                play(a2a, mode, case.next(seed=seed))
+        layout = a2a.config.offsets
+        # Two lines, as tokens and answers.
+        credits = layout.tokens - (layout.token_masks - layout.tokens)
+        parts = {
+            "dispatch begun": range(layout.progress + 128, credits),
+            "credits": range(credits, layout.tokens),
+            "words": range(layout.tokens, 1 << 40),
+        }
+        assert ways(watch.events(), parts) == {
+            "dispatch begun": {"writes relaxed sys", "reads acquire sys"},  # these bring nothing
+            "credits": {"writes release sys", "reads acquire sys"},
+            "words": {"writes relaxed sys", "reads relaxed sys"},
+        }
+
+
+HIDDEN = 1024
+MODES = {
+    "fp8": Mode(),
+    "fp8 of 32": Mode(group_size=32),
+    "by column": Mode(scale="fp32_col", group_size=64),
+    "powers of two": Mode(scale="ue8m0"),
+    "as they are": Mode(quantize=None),
+    "as deep_ep": Mode(scale="fp32_col", recipe="deep_ep"),
+    "as deep_ep, powers of two": Mode(scale="ue8m0", recipe="deep_ep"),
+    "as triton_dist": Mode(recipe="triton_dist"),
+}
+
+
+def strange_rows(device: torch.device) -> torch.Tensor:
+    """Return bf16 `[96, HIDDEN]`: every bit pattern, and rows with few special values."""
+    generator = torch.Generator().manual_seed(5)
+    every = torch.arange(-(2**15), 2**15).to(torch.int16)
+    every = every[torch.randperm(2**16, generator=generator)].view(64, HIDDEN)
+    rows = torch.randn((32, HIDDEN), generator=generator).bfloat16()
+    rows[0] = 0
+    rows[1] = -0.0
+    rows[2, 5] = float("nan")
+    rows[3, 200] = float("inf")
+    rows[4, 900] = -float("inf")
+    rows[5] = 1e-38
+    rows[6] = 9e-41  # a denormal
+    rows[7] = 2.0**-117
+    rows[8] = 2.0**-118
+    rows[9] = 3e38
+    rows[10] *= 1e-36
+    rows[11].view(torch.int16)[:] = -1  # NaN with all bits set
+    return torch.cat((every.view(torch.bfloat16), rows)).to(device)
+
+
+def delivered(group: weft.Group, name: str) -> None:
+    mode = MODES[name]
+    x = strange_rows(group.device)
+    ids = torch.zeros((len(x), 1), dtype=torch.int32, device=x.device)
+    sizes = Round((len(x),), 1, 1, HIDDEN).sizes(len(x))
+    with LowLatencyAllToAll(group, **sizes, timeout=600.0, **mode.options) as a2a:
+        got = a2a.dispatch(x, ids)
+        numbers, scales = low.compute_delivered_rows(
+            x, mode.quantize, mode.group_size, mode.scale, mode.recipe
+        )
+        assert torch.equal(bits(got.x[0]), bits(numbers))
+        if scales is not None:
+            assert got.scales is not None
+            result = low.unpack_scales(got.scales, scales.shape[1])[0]
+            # Which NaN a block has is not part of the meaning where it travels as a power of two.
+            assert torch.equal(result.isnan(), scales.isnan())
+            assert torch.equal(result[~result.isnan()], scales[~scales.isnan()])
+        y = x[None].clone()
+        out = a2a.combine(y, ids, None, got.handle)
+        expected = low.combine(x[:, None], ids, None, a2a.placement, reduce=mode.reduce)
+        words = torch.where(expected.isnan(), 0x7FFF, expected.view(torch.int16))
+        assert torch.equal(out.view(torch.int16), words)  # every combine writes the same NaN
+
+
+@pytest.mark.parametrize("kind", ANY)
+@pytest.mark.parametrize("name", MODES)
+def test_every_value_is_delivered_as_in_the_reference(ranks, kind, name):
+    if kind == "cuda" and MODES[name].recipe == "triton_dist":
+        pytest.skip("GPUs divide as Triton does: tests/compat/test_triton_dist.py")
+    ranks(1, kind)(delivered, name)
