@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
 import weft
+from tests.compat.calls import refused
 from tests.kinds import ANY, CPU, THREADS, on_ranks
-from tests.rounds import bits, synchronize
+from tests.rounds import synchronize
 from tests.sums import BACKENDS, Sum, assert_same_outputs, fits, play, quant_specs
 from weft.allreduce.call import FP8Token, Quant
+from weft.errors import InvalidArgument
 
 
 def make(group: weft.Group, tokens: int, case: Sum, **changes: object) -> weft.AllReduce:
@@ -44,22 +48,22 @@ SHAPES = [
 SHAPES += [case.next(differ=True) for case in SHAPES[:4]]
 
 
+# Every dtype and place of the epilogue, with every number of ranks.
+CASES: list[tuple[Sum, int, tuple[int, ...]]]
+CASES = [(case, 1 + (i + n) % 4, ()) for i, case in enumerate(SHAPES) for n in (0, 2)]
+CASES += [(Sum(0, 512, special=True, differ=d), 8, (1, 7, 8, 9)) for d in (False, True)]
+CASES += [(Sum(0, 128), 3, (31, 32, 33, 63, 64, 65, 127, 128, 200))]  # around the limits
+
+
 @pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize(
-    ("case", "count"),
-    # Every dtype and place of the epilogue, with every number of ranks.
-    [(case, count) for i, case in enumerate(SHAPES) for count in (1 + i % 4, 1 + (i + 2) % 4)],
+    ("case", "count", "sizes"),
+    CASES,
     ids=lambda of: f"{of.hidden} {of.dtype}{' own' * of.differ}" if isinstance(of, Sum) else None,
 )
-def test_every_backend_and_epilogue_has_the_bits_of_the_reference(ranks, kind, case, count):
-    sizes = (0, 1, count - 1, count + 1, 9, 33) if case.hidden < 1000 else (1, count + 1)
-    ranks(count, kind)(epilogues, case, sizes)
-
-
-@pytest.mark.parametrize("kind", ANY)
-@pytest.mark.parametrize("differ", [False, True])
-def test_eight_ranks(ranks, kind, differ):
-    ranks(8, kind)(epilogues, Sum(0, 512, special=True, differ=differ), (1, 7, 8, 9))
+def test_every_backend_and_epilogue_has_the_bits_of_the_reference(ranks, kind, case, count, sizes):
+    few = (0, 1, count - 1, count + 1, 9, 33) if case.hidden < 1000 else (1, count + 1)
+    ranks(count, kind)(epilogues, case, sizes or few)
 
 
 @on_ranks(2)
@@ -74,45 +78,24 @@ def test_rows_of_zeros_and_tiny_ones_have_the_smallest_scale_of_a_row(group):
             assert got.quant is not None
             assert got.scale is not None
             assert torch.equal(got.scale.cpu(), torch.full((3, 1), 1 / 448) * 2.0**-9)
-            assert got.quant[:, 0].tolist() == [
-                0.0,
-                2.0**-19 * 448 * 2.0**9,
-                2.0**-11 * 448 * 2.0**9,
-            ]
+            numbers = [2.0**-19 * 448 * 2.0**9, 2.0**-11 * 448 * 2.0**9]
+            assert got.quant[:, 0].tolist() == [0.0, *numbers]
 
 
-def large(group: weft.Group, sizes: tuple[int, ...]) -> None:
-    case = Sum(0, 128)
-    with make(group, max(sizes), case) as ar:
-        for tokens in sizes:
-            for backend in BACKENDS:
-                if fits(ar, backend, tokens):
-                    play(ar, case.next(tokens=tokens, seed=tokens), backend, FP8Token())
-
-
-@pytest.mark.parametrize("kind", ANY)
-def test_sizes_around_the_limits(ranks, kind):
-    ranks(3, kind)(large, (31, 32, 33, 63, 64, 65, 127, 128, 200))
-
-
-def sequence(group: weft.Group, calls: int) -> None:
-    """Use backends and sizes in any order on the same slots, with other objects in between."""
+@on_ranks(3, [CPU, *ANY])
+def test_backends_and_sizes_in_any_order(group):
+    """On the same slots, with other objects in between."""
     order = random.Random(7)
     cases = [Sum(0, 128), Sum(0, 128), Sum(0, 128, differ=True)]
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(make(group, 24, case)) for case in cases]
-        for call in range(calls):
+        for call in range(250):
             number = order.choice((0, 0, 1, 2, 2))
             ar, case = made[number], cases[number]
             tokens = order.choice((0, 1, 2, 3, 5, 8, 13, 24))
             backend = order.choice((*BACKENDS, "auto"))
             drawn = case.next(tokens=tokens, seed=call, special=order.random() < 0.2)
             play(ar, drawn, backend)
-
-
-@pytest.mark.parametrize("kind", [CPU, *ANY])
-def test_backends_and_sizes_in_any_order(ranks, kind):
-    ranks(3, kind)(sequence, 250)
 
 
 @pytest.mark.parametrize("first_epoch", [(1 << 40) - 20, (1 << 32) - 20, (1 << 24) - 20])
@@ -124,29 +107,6 @@ def test_epochs_wrap(group, first_epoch):
             play(ar, case.next(seed=call), BACKENDS[call % 3])
 
 
-@on_ranks(4)
-def test_a_row_of_a_batch_is_the_row_alone(group):
-    """The result of a row does not depend on the batch."""
-    case = Sum(13, 640)
-    with make(group, 13, case) as ar:
-        x, (residual, weight) = case.rows(group.rank, group.device), case.shared(group.device)
-        whole = ar.fused(x, residual=residual, weight=weight, quant=FP8Token(), norm_out=True)
-        for backend in BACKENDS:
-            for t in (0, 5, 12):
-                row = slice(t, t + 1)
-                one = ar.fused(
-                    x[row].clone(),
-                    residual=residual[row].clone(),
-                    weight=weight,
-                    quant=FP8Token(),
-                    norm_out=True,
-                    backend=backend,
-                )
-                synchronize(group.device)
-                for name in ("residual", "norm", "quant", "scale"):
-                    assert torch.equal(bits(getattr(one, name)), bits(getattr(whole, name)[row]))
-
-
 @pytest.mark.parametrize("differ", [False, True])
 @on_ranks(3)
 def test_any_subset_of_outputs_also_in_place(group, differ):
@@ -154,47 +114,33 @@ def test_any_subset_of_outputs_also_in_place(group, differ):
     case = Sum(5, 256, differ=differ)
     xs = [case.rows(rank, group.device) for rank in range(group.size)]
     residual, weight = case.shared(group.device, group.rank)
-    want = weft.reference.allreduce_fused(xs, residual, weight)
+    both = {"residual": residual, "weight": weight}
+    nothing = {"residual_out": False, "quant_out": False, "scale_out": False}
+    # Arguments, "x" and "residual" for the inputs themselves, and the outputs that they request.
+    calls: list[tuple[dict[str, Any], set[str]]] = [
+        ({}, {"out"}),
+        ({"out": "x"}, {"out"}),
+        ({"residual": residual}, {"residual"}),
+        ({"residual": residual, "out": True}, {"out", "residual"}),
+        ({"weight": weight, "out": True}, {"out", "norm"}),
+        ({**both, "quant": FP8Token(), "norm_out": True, **nothing}, {"norm"}),
+        ({**both, "residual_out": "residual", "norm_out": "x"}, {"residual", "norm"}),
+        ({**both, "residual_out": False, "out": "x", "norm_out": "residual"}, {"out", "norm"}),
+    ]
     with make(group, 8, case) as ar:
-        for backend in BACKENDS:
-            x = xs[group.rank].clone()
-            got = ar.fused(x, backend=backend)
-            assert got.out is not None
-            assert (got.residual, got.norm, got.quant, got.scale) == (None,) * 4
-            assert_same_outputs(got, weft.reference.allreduce_fused(xs))
-            got = ar.fused(x, residual=residual, backend=backend)
-            assert got.out is None
-            assert_same_outputs(got, weft.reference.allreduce_fused(xs, residual))
-            got = ar.fused(x, residual=residual, out=True, backend=backend)
-            assert_same_outputs(got, weft.reference.allreduce_fused(xs, residual))
-            got = ar.fused(x, weight=weight, out=True, backend=backend)
-            assert_same_outputs(got, weft.reference.allreduce_fused(xs, None, weight))
-            got = ar.fused(
-                x, residual=residual, weight=weight, residual_out=False, norm_out=True,
-                quant=FP8Token(), quant_out=False, scale_out=False, backend=backend,
-            )  # fmt: skip
-            assert (got.residual, got.quant, got.scale) == (None,) * 3
-            assert_same_outputs(got, want)
-            kept = residual.clone()
-            got = ar.fused(
-                x, residual=kept, weight=weight, residual_out=kept, norm_out=x, backend=backend
-            )
+        for backend, (kwargs, outputs) in itertools.product(BACKENDS, calls):
+            own = {"x": xs[group.rank].clone(), "residual": residual.clone()}
+            over = {name: own[v] for name, v in kwargs.items() if isinstance(v, str)}
+            if "residual" in kwargs:
+                over["residual"] = own["residual"]
+            got = ar.fused(own["x"], **{**kwargs, **over}, backend=backend)
             synchronize(group.device)
-            assert got.norm is x
-            assert got.residual is kept
+            assert {f.name for f in fields(got) if getattr(got, f.name) is not None} == outputs
+            for name in outputs:
+                argument = "out" if name == "out" else f"{name}_out"
+                assert argument not in over or getattr(got, name) is over[argument]
+            want = weft.reference.allreduce_fused(xs, kwargs.get("residual"), kwargs.get("weight"))
             assert_same_outputs(got, want)
-            x, kept = xs[group.rank].clone(), residual.clone()
-            got = ar.fused(
-                x, residual=kept, weight=weight, out=x, residual_out=False, norm_out=kept,
-                backend=backend,
-            )  # fmt: skip
-            synchronize(group.device)
-            assert got.out is x
-            assert_same_outputs(got, want)
-            x = xs[group.rank].clone()
-            assert ar.fused(x, out=x, backend=backend).out is x
-            synchronize(group.device)
-            assert_same_outputs(weft.Reduced(out=x), weft.reference.allreduce_fused(xs))
 
 
 @pytest.mark.parametrize(
@@ -202,20 +148,11 @@ def test_any_subset_of_outputs_also_in_place(group, differ):
     [*((t, False) for t in (torch.bfloat16, torch.float16, torch.float32)), (torch.bfloat16, True)],
 )
 @on_ranks(3)
-def test_rows_made_of_experts_rows(group, dtype, differ):
+def test_every_kind_of_call_also_of_experts_rows(group, dtype, differ):
     case = Sum(9, 256, dtype, differ=differ)
-    residual, weight = case.shared(group.device, group.rank)
     with make(group, 16, case) as ar:
-        prologues = [expert_rows(case, rank, group.device) for rank in range(group.size)]
-        xs = [weft.reference.finalize_moe(p) for p in prologues]
-        want = weft.reference.allreduce_fused(xs, residual, weight)
         for backend in BACKENDS:
-            got = ar.fused(
-                prologue=prologues[group.rank], residual=residual, weight=weight, backend=backend
-            )
-            synchronize(group.device)
-            ar.check()
-            assert_same_outputs(got, want)
+            every_call(ar, case, backend, [None])
 
 
 def expert_rows(case: Sum, rank: int, device: torch.device) -> weft.MoEFinalize:
@@ -259,7 +196,8 @@ def every_call(
     ar.check()
 
 
-def dropped(group: weft.Group) -> str:
+@on_ranks(2)
+def test_an_index_out_of_range_is_dropped_and_reported(group):
     case = Sum(2, 128)
     with make(group, 2, case) as ar:
         rows = torch.ones((3, 128), dtype=case.dtype, device=group.device)
@@ -269,27 +207,25 @@ def dropped(group: weft.Group) -> str:
         synchronize(group.device)
         assert got.out is not None
         assert got.out[0, 0].item() == 2 * group.size - 1
-        try:
-            ar.check()
-        except weft.errors.InvalidArgument as error:
-            ar.check()  # raised once
-            return str(error)
-        return ""
+        if group.rank == 0:
+            words = "index[0, 1] of a MoEFinalize is 7; its rows are 0..2"
+            refused(InvalidArgument, ar.check, words)
+        ar.check()  # raised once
 
 
-@pytest.mark.parametrize("kind", ANY)
-def test_an_index_out_of_range_is_dropped_and_reported(ranks, kind):
-    texts = ranks(2, kind)(dropped)
-    assert "index[0, 1] of a MoEFinalize is 7; its rows are 0..2" in texts[0]
-    assert texts[1] == ""
-
-
-def memory(group: weft.Group) -> int:
+@on_ranks(2, [THREADS])
+def test_memory_bytes_is_exact(group):
     with weft.AllReduce(group, max_tokens=40, hidden=256) as ar:
-        return ar.heap.size
-
-
-def test_memory_bytes_is_exact(ranks):
-    reported = weft.AllReduce.memory_bytes(ranks=2, hidden=256, max_tokens=40)
-    assert ranks(2, "threads")(memory) == [reported] * 2
+        reported = weft.AllReduce.memory_bytes(ranks=2, hidden=256, max_tokens=40)
+        assert ar.heap.size == reported
     assert weft.AllReduce.memory_bytes(ranks=8, hidden=7168, max_tokens=2048) < 90e6
+
+
+@on_ranks(3)
+def test_equal_inputs_have_the_same_bits_at_owner_and_receiver(group):
+    case = Sum(7, 384, special=True)
+    with make(group, 7, case) as owner, make(group, 7, case, epilogue_at="receiver") as receiver:
+        for quant in quant_specs(group.device, case.hidden):
+            for backend in BACKENDS:
+                want = play(owner, case, backend, quant)
+                assert_same_outputs(play(receiver, case, backend, quant), want)

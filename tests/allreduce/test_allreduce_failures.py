@@ -1,32 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A late rank, or one with another call: the same bits, or a typed error."""
+"""Invalid arguments, late ranks, and ranks with another call: the same bits, or a typed error."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 import weft
-from tests.faults import (
-    AFTER_ROWS,
-    BEFORE_MOMENTS,
-    BEFORE_ROWS,
-    FAULTS,
-    JITTER,
-    REDUCE_ENTER,
-    plan_fault,
-)
-from tests.kinds import ANY, CPU
+from tests import faults
+from tests.compat.calls import refused
+from tests.kinds import ANY, CPU, THREADS, on_ranks
 from tests.rounds import synchronize
 from tests.sums import BACKENDS, Sum, play
-from weft.errors import GeometryMismatch, GroupError
+from weft.errors import GeometryMismatch, GroupError, InvalidArgument, OutOfOrder, TokenOverflow
+
+BF16 = torch.bfloat16
+
+
+def rows(tokens: int = 4, hidden: int = 256, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros((tokens, hidden), dtype=dtype)
+
+
+def calls() -> list[tuple[dict[str, Any], str]]:
+    x, weight = rows(), torch.ones(256)
+    fp8 = torch.zeros((4, 256), dtype=torch.float8_e4m3fn)
+    token, static = weft.FP8Token(), weft.FP8Static(torch.ones(1))
+    index = torch.zeros((4, 2), dtype=torch.int32)
+    moe = weft.MoEFinalize
+    pool, half, one = rows(8), torch.ones(256, dtype=BF16), index[:, :1].clone()
+    odd = torch.zeros(1032, dtype=BF16)[1:1025].view(4, 256)
+    return [
+        ({}, "pass exactly one of them"),
+        ({"x": x, "prologue": moe(x, index)}, "pass exactly one of them"),
+        ({"x": rows(dtype=torch.float16)}, "x has dtype torch.float16"),
+        ({"x": rows(hidden=248)}, "x has shape [4, 248]; it must be [4, 256]"),
+        ({"x": rows(8)[::2]}, "pass x.contiguous()"),
+        ({"x": odd}, "x.clone()"),
+        ({"x": x, "residual": rows(5)}, "residual has shape [5, 256]"),
+        ({"x": x, "weight": torch.ones(128)}, "weight has shape [128]"),
+        ({"x": x, "quant": token}, "weight is None, but quant"),
+        ({"x": x, "weight": weight, "quant": "fp4"}, "NVFP4"),
+        ({"x": x, "weight": weight, "quant": weft.FP8Static(torch.ones(2))}, "[1]"),
+        ({"x": x, "residual_out": True}, "residual_out needs residual"),
+        ({"x": x, "norm_out": True}, "norm_out needs weight"),
+        ({"x": x, "weight": weight, "quant_out": fp8}, "quant_out needs quant"),
+        ({"x": x, "weight": weight, "quant": static, "scale_out": True}, "scale_out"),
+        ({"x": x, "weight": weight, "quant": token, "scale_out": False}, "or neither"),
+        ({"prologue": moe(rows(hidden=8), index)}, "rows has shape"),
+        ({"prologue": moe(x, index, torch.ones(4, 3))}, "scales has shape"),
+        ({"prologue": moe(x, index, None, rows(3))}, "shared has shape"),
+        ({"x": pool[:4], "out": pool[2:6]}, "overlaps"),
+        ({"x": x, "residual": pool[:4], "weight": half, "norm_out": pool[1:5]}, "overlaps"),
+        ({"x": x, "weight": half, "out": pool[:4], "norm_out": pool[:4]}, "overlaps"),
+        ({"prologue": moe(pool, one), "out": pool[:4]}, "overlaps"),
+        ({"x": x[:1], "weight": half, "out": half.view(1, 256)}, "overlaps"),
+    ]
+
+
+def refuses(ar: weft.AllReduce) -> None:
+    for kwargs, text in calls():
+        refused(InvalidArgument, lambda own=kwargs: ar.fused(**own), text)  # type: ignore[misc]
+    refused(TokenOverflow, lambda: ar.fused(rows(9)), "9 tokens in one call")
+
+
+@on_ranks(2, [THREADS])
+def test_invalid_calls_are_refused_without_effect(group):
+    with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=600.0) as ar:
+        refuses(ar)
+        play(ar, Sum(4, 256), "oneshot")  # nothing was sent, nothing is broken
+    for late in (lambda: ar.fused(rows()), ar.check, ar.abort, ar.history):
+        refused(OutOfOrder, late, "closed")
+    ar.close()
+    wide = torch.zeros((4, 264), dtype=BF16)
+    with weft.AllReduce(group, max_tokens=8, hidden=264, first_timeout=600.0) as ar:
+        call = lambda: ar.fused(wide, weight=torch.ones(264), quant=weft.FP8Group())  # noqa: E731
+        refused(InvalidArgument, call, "pad hidden to 384")
+
+
+@on_ranks(2, [THREADS])
+def test_twoshot_does_not_continue_without_a_rank(group):
+    sizes: dict[str, Any] = {"max_tokens": 8, "hidden": 256}
+    with pytest.raises(InvalidArgument, match="'twoshot'.* with missing='drop'.*Omit backends"):
+        weft.AllReduce(group, missing="drop", backends=("twoshot",), **sizes)
+    with weft.AllReduce(group, missing="drop", **sizes) as ar:
+        assert ar.backends == ("oneshot",)
+
+
+@on_ranks(2, [THREADS])
+def test_packed_scales_are_column_major(group):
+    with weft.AllReduce(group, max_tokens=8, hidden=640, first_timeout=600.0) as ar:
+        x, weight, quant = rows(4, 640), torch.ones(640), weft.FP8Group(128, "ue8m0")
+        for wrong in (torch.zeros((4, 2), dtype=torch.int32), torch.zeros((2, 4)).t()):
+            call = lambda own=wrong: ar.fused(x, weight=weight, quant=quant, scale_out=own)  # noqa: E731
+            refused(InvalidArgument, call, "with strides")
+        right = torch.full((2, 8), -1, dtype=torch.int32)
+        ar.fused(x + 1, weight=weight, quant=quant, scale_out=right.t()[:4])
+        assert bool((right[:, :4] != -1).all())
+        assert bool((right[:, 4:] == -1).all()), "padding is the caller's"
+
 
 CASE = Sum(5, 128)
 
 
 def make(group: weft.Group, epilogue_at: str = "owner") -> weft.AllReduce:
-    return weft.AllReduce(
-        group, max_tokens=8, hidden=CASE.hidden, epilogue_at=epilogue_at, _defines=FAULTS
-    )
+    options = {"epilogue_at": epilogue_at, "_defines": faults.FAULTS}
+    return weft.AllReduce(group, max_tokens=8, hidden=CASE.hidden, **options)  # type: ignore[arg-type]
 
 
 def one_call(ar: weft.AllReduce, tokens: int = 5, backend: str = "twoshot", **more: object) -> None:
@@ -36,94 +116,75 @@ def one_call(ar: weft.AllReduce, tokens: int = 5, backend: str = "twoshot", **mo
     ar.check()
 
 
-def disturbed(group: weft.Group, calls: int, longest_ns: int, epilogue_at: str) -> None:
+@pytest.mark.parametrize("epilogue_at", ["owner", "receiver"])
+@on_ranks(3, [CPU, *ANY])
+def test_delays_change_no_bit(group, epilogue_at):
     case = CASE.next(differ=epilogue_at == "receiver")
+    points = faults.REDUCE_ENTER, faults.AFTER_ROWS, faults.BEFORE_ROWS, faults.BEFORE_MOMENTS
     with make(group, epilogue_at=epilogue_at) as ar:
-        for point in (REDUCE_ENTER, AFTER_ROWS, BEFORE_ROWS, BEFORE_MOMENTS):
+        for point in points:
             if group.rank == point % group.size:
-                plan_fault(ar, point, JITTER, argument=longest_ns)
-            for seed in range(calls):
+                faults.plan_fault(ar, point, faults.JITTER, argument=300_000)
+            for seed in range(18):
                 play(ar, case.next(seed=seed, tokens=1 + seed % 8), BACKENDS[seed % 3])
 
 
-@pytest.mark.parametrize("epilogue_at", ["owner", "receiver"])
-@pytest.mark.parametrize("kind", [CPU, *ANY])
-def test_delays_change_no_bit(ranks, kind, epilogue_at):
-    ranks(3, kind)(disturbed, 18, 300_000, epilogue_at)
-
-
-def differing(group: weft.Group, how: str) -> str:
-    odd = group.rank == 1
+def error_of(group: weft.Group, calls: list[dict[str, Any]]) -> str:
+    """Return the error of an all-reduce that each rank calls in its own way."""
+    own = dict(calls[group.rank])
     residual, weight = CASE.shared(group.device)
+    if "residual" in own:
+        own["residual"] = residual
+    if "eps" in own:
+        own["weight"] = weight
     with make(group) as ar:
         one_call(ar)
         try:
-            match how:
-                case "tokens":
-                    one_call(ar, tokens=4 if odd else 5)
-                case "many tokens":
-                    one_call(ar, tokens=8 if odd else 5, backend="oneshot")
-                case "backend":
-                    one_call(ar, backend="oneshot" if odd else "twoshot")
-                case "residual":
-                    one_call(ar, residual=residual if odd else None, out=True)
-                case "constants":
-                    one_call(ar, weight=weight, eps=1e-5 if odd else 1e-6)
-        except GeometryMismatch as error:
-            return str(error)
+            one_call(ar, **own)
         except GroupError as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
 
+# The calls of rank 0 and rank 1, and how errors name them.
+DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({}, {"tokens": 4}, "5 tokens", "4 tokens"),
+    ({"backend": "oneshot"}, {"backend": "oneshot", "tokens": 8}, "5 tokens", "8 tokens"),
+    ({"backend": "twoshot"}, {"backend": "oneshot"}, "twoshot", "oneshot"),
+    ({"out": True}, {"out": True, "residual": True}, "with out", "residual and out"),
+    ({"eps": 1e-6}, {"eps": 1e-5}, "eps 1e-06", "eps 1e-05"),
+]
+
+
 @pytest.mark.parametrize("kind", ANY)
-@pytest.mark.parametrize("how", ["tokens", "many tokens", "backend", "residual", "constants"])
-def test_a_different_call_is_detected_and_both_are_named(ranks, kind, how):
-    texts = ranks(2, kind)(differing, how)
+@pytest.mark.parametrize(("first", "second", "one", "other"), DIFFERENT)
+def test_a_different_call_is_detected_and_both_are_named(ranks, kind, first, second, one, other):
+    texts = ranks(2, kind)(error_of, [first, second])
     # A rank that comes late may first hear that its peer has noticed, and left.
     named = [text for text in texts if "; this rank with " in text]
     reported = [text for text in texts if "made another call" in text]
     assert named, texts
     assert len(named) + len(reported) == 2, texts
-    for word in {
-        "tokens": ("4 tokens", "5 tokens"),
-        "many tokens": ("8 tokens", "5 tokens"),
-        "backend": ("oneshot", "twoshot"),
-        "residual": ("with out", "residual and out"),
-    }.get(how, ("eps 1e-05", "eps 1e-06")):
-        assert all(word in text for text in named)
-
-
-def sum_one_token(group: weft.Group, backends: tuple[str, str, str]) -> str:
-    """Sum one token, owned by rank 0: a rank that waits for the sum gets nothing from rank 2."""
-    with make(group) as ar:
-        one_call(ar)
-        try:
-            one_call(ar, tokens=1, backend=backends[group.rank])
-        except GroupError as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
+    assert all(text.startswith("GeometryMismatch: ") for text in named)
+    assert all(one in text and other in text for text in named)
 
 
 @pytest.mark.parametrize("kind", [CPU, *ANY])
 @pytest.mark.parametrize("backend", ["twoshot", "twoshot_bulk"])
 def test_a_third_rank_names_both_calls_too(ranks, kind, backend):
-    for rank, text in enumerate(ranks(3, kind)(sum_one_token, (backend, backend, "oneshot"))):
+    """Of one token, owned by rank 0: a rank that waits for the sum gets nothing from rank 2."""
+    calls = [{"tokens": 1, "backend": name} for name in (backend, backend, "oneshot")]
+    for rank, text in enumerate(ranks(3, kind)(error_of, calls)):
         assert text.startswith(f"GeometryMismatch: rank {rank}, all-reduce: rank "), text
         assert "1 tokens by oneshot" in text
         assert f"1 tokens by {backend}" in text
 
 
-def different_sizes(group: weft.Group) -> str:
-    try:
-        weft.AllReduce(group, max_tokens=8 + group.rank, hidden=128)
-    except GeometryMismatch as error:
-        return str(error)
-    return ""
-
-
-def test_different_sizes_are_refused_at_creation(ranks):
-    for text in ranks(2, "threads")(different_sizes):
-        assert "all-reduce geometry differs" in text
-        assert "tokens=8" in text
-        assert "tokens=9" in text
+@on_ranks(2, [THREADS])
+def test_different_sizes_are_refused_at_creation(group):
+    for options, *words in (
+        ({"max_tokens": 8 + group.rank}, "all-reduce geometry differs", "tokens=8", "tokens=9"),
+        ({"epilogue_at": ("owner", "receiver")[group.rank]}, "epilogue_at", "owner", "receiver"),
+    ):
+        sizes: dict[str, Any] = {"max_tokens": 8, "hidden": 128, **options}
+        refused(GeometryMismatch, lambda own=sizes: weft.AllReduce(group, **own), *words)  # type: ignore[misc]

@@ -16,8 +16,7 @@ from weft.allreduce.reference import pack_ue8m0, quantize_norm, round_to, to_e4m
 CPU = torch.device("cpu")
 
 
-def fused(*args: Any) -> Any:
-    return reference.allreduce_fused(*args)
+fused: Any = reference.allreduce_fused
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -34,6 +33,8 @@ def test_sums_and_norms_equal_torchs(dtype, hidden):
         got.residual.double(), (hidden,), weight.double() + 1.0, 1e-5
     )
     assert torch.allclose(got.norm.double(), norm, rtol=2e-2 if dtype != torch.float32 else 1e-5)
+    alone = fused([x[2:3] for x in xs], residual[2:3], weight, 1e-5, 1.0)
+    assert torch.equal(alone.norm, got.norm[2:3]), "a row does not depend on its batch"
 
 
 def test_sums_are_in_rank_order():
@@ -103,9 +104,8 @@ def test_one_scale_for_a_row():
 def test_rounding_and_packing():
     x = torch.tensor([500.0, -500.0, float("nan"), 447.9])
     assert to_e4m3(x).view(torch.uint8).tolist() == [0x7E, 0xFE, 0x7F, 0x7E]
-    assert (
-        round_to(torch.tensor([float("nan")]), torch.float32).view(torch.int32).item() == 2**31 - 1
-    )
+    nan = round_to(torch.tensor([float("nan")]), torch.float32)
+    assert nan.view(torch.int32).item() == 2**31 - 1
     packed = pack_ue8m0(torch.tensor([[1, 2, 3, 4, 5]], dtype=torch.uint8))
     assert packed.tolist() == [[0x04030201, 5]]
 

@@ -14,8 +14,8 @@ import torch
 
 import weft
 from tests.allreduce.test_allreduce import expert_rows, make
-from tests.allreduce.test_allreduce_refusals import refuses, rows
-from tests.kinds import ANY, THREADS, on_ranks
+from tests.allreduce.test_allreduce_failures import refuses, rows
+from tests.kinds import THREADS, on_ranks
 from tests.rounds import synchronize
 from tests.sums import BACKENDS, Sum, assert_same_outputs, play, quant_specs
 from weft.allreduce.call import OUTPUTS, FusedCall, Key
@@ -29,15 +29,13 @@ BF16 = torch.bfloat16
 def other_keys() -> dict[str, list[Key | None]]:
     """Return the keys of calls that differ from one call in one argument, by its name."""
     index, scales = torch.zeros((4, 2), dtype=torch.int32), torch.ones(4, 2)
-    reported: tuple[Any, ...] = (True, False, torch.empty(4, 256, dtype=BF16))
 
     def keys(*inputs: FusedCall, backend: str = "auto") -> list[Key | None]:
         return [call.key(call.tensors(), backend, 0)[0] for call in inputs]
 
     static, token = weft.FP8Static(torch.ones(1)), weft.FP8Token()
-    call = FusedCall(
-        rows(), rows(), torch.ones(256), None, None, None, None, None, token, None, 1e-6, 0.0
-    )
+    none = (None,) * 5
+    call = FusedCall(rows(), rows(), torch.ones(256), *none, token, None, 1e-6, 0.0)
     groups = [weft.FP8Group(128, scale) for scale in ("fp32", "ue8m0")]
     moe = weft.MoEFinalize(rows(8), index, scales, rows())
     moes = [
@@ -61,7 +59,10 @@ def other_keys() -> dict[str, list[Key | None]]:
         "backend": [key for name in BACKENDS for key in keys(call, backend=name)],
     }
     for name in OUTPUTS:
-        result[name] = keys(*(call._replace(**{name: each}) for each in reported))
+        outputs: tuple[Any, ...] = (True, False, torch.empty(4, 256, dtype=BF16))
+        one: Any = {name: 1}
+        assert keys(call._replace(**one)) == [None]  # equals True, but is refused
+        result[name] = keys(*(call._replace(**{name: each}) for each in outputs))
     return result
 
 
@@ -92,8 +93,9 @@ class Watch:
         return self.seen - before
 
 
-def again(group: weft.Group) -> None:
-    """Repeat calls of one form with other values and addresses: checked once, always correct."""
+@on_ranks(2)
+def test_a_call_of_a_checked_form_has_the_bits_of_the_reference(group):
+    """Calls of one form with other values and addresses are checked once."""
     with make(group, 8, CASE) as ar:
         watch = Watch(ar)
         for seed in range(3):
@@ -104,14 +106,8 @@ def again(group: weft.Group) -> None:
             assert watch.seen == len(ar._prepared) == 2 * 5 * 4
 
 
-@pytest.mark.parametrize("kind", ANY)
-def test_a_call_of_a_checked_form_has_the_bits_of_the_reference(ranks, kind):
-    ranks(2, kind)(again)
-
-
 @on_ranks(3)
-def test_omitted_outputs_are_newly_allocated(group):
-    """Omitted outputs are new in every call, and a prologue's tensors are the passed ones."""
+def test_omitted_outputs_are_new_in_every_call(group):
     with make(group, 8, CASE) as ar:
         watch = Watch(ar)
         kept: list[tuple[weft.Reduced, weft.Reduced]] = []
@@ -120,18 +116,11 @@ def test_omitted_outputs_are_newly_allocated(group):
             made = [expert_rows(case, rank, group.device) for rank in range(group.size)]
             for p in made:
                 p.rows.mul_(seed + 1)
-            xs, (residual, weight) = (
-                [weft.reference.finalize_moe(p) for p in made],
-                case.shared(group.device),
-            )
+            xs = [weft.reference.finalize_moe(p) for p in made]
+            residual, weight = case.shared(group.device)
+            kwargs: dict[str, Any] = {"residual": residual, "weight": weight}
             for quant in quant_specs(group.device, case.hidden):
-                got = ar.fused(
-                    prologue=made[group.rank],
-                    residual=residual,
-                    weight=weight,
-                    quant=quant,
-                    out=True,
-                )
+                got = ar.fused(prologue=made[group.rank], quant=quant, out=True, **kwargs)
                 want = weft.reference.allreduce_fused(xs, residual, weight, quant=quant)
                 assert (got.norm is None) == (quant is not None)
                 kept.append((got, want))
@@ -144,37 +133,6 @@ def test_omitted_outputs_are_newly_allocated(group):
         assert len({scale.data_ptr() for scale in packed}) == 3
         for scale in packed:
             assert int(scale.as_strided((4,), (1,))[3]) == 0, "the padding is zero"
-
-
-@on_ranks(2, [THREADS])
-def test_equal_values_of_other_types_are_other_calls(group):
-    """0.0 equals -0.0, and True equals 1, but they are not the same call."""
-    with make(group, 8, CASE) as ar:
-        zeros = [torch.zeros((1, 256), dtype=BF16, device=group.device) for _ in range(group.size)]
-        weight = torch.full((256,), -0.0, dtype=BF16, device=group.device)
-        x = torch.ones_like(zeros[0])
-        for bias in (0.0, -0.0, 0.0, -0.0, 1.0):
-            got = ar.fused(x, weight=weight, weight_bias=bias, backend="oneshot")
-            xs = [x] * group.size
-            assert_same_outputs(
-                got, weft.reference.allreduce_fused(xs, None, weight, weight_bias=bias)
-            )
-        assert len(ar._prepared) == 3
-        for eps in (1e-6, 1.0):
-            got = ar.fused(x, weight=weight, weight_bias=1.0, eps=eps, backend="oneshot")
-            assert_same_outputs(
-                got, weft.reference.allreduce_fused([x] * group.size, None, weight, eps, 1.0)
-            )
-        index = torch.zeros((1, 2), dtype=torch.int32, device=group.device)
-        for factor in (1.0, 2.5, 1.0, 2.5):
-            made = weft.MoEFinalize(x, index, routed_scaling_factor=factor)
-            got = ar.fused(prologue=made, backend="twoshot")
-            brought = [weft.reference.finalize_moe(made)] * group.size
-            assert_same_outputs(got, weft.reference.allreduce_fused(brought))
-        ar.fused(x, out=True)
-        for _ in range(2):
-            with pytest.raises(InvalidArgument, match="out is a int"):
-                ar.fused(x, out=1)  # type: ignore[arg-type]
 
 
 def warm(ar: weft.AllReduce) -> None:
@@ -217,12 +175,11 @@ def test_overlaps_are_checked_in_every_call(group):
         watch, weight = Watch(ar), torch.ones(256, dtype=BF16)
         pool = torch.zeros((40, 256), dtype=BF16)
 
-        def call(x: int, residual: int, residual_out: int, norm_out: int) -> object:
-            place = [pool[at : at + 4] for at in (x, residual, residual_out, norm_out)]
-            return ar.fused(
-                place[0], residual=place[1], weight=weight,
-                residual_out=place[2], norm_out=place[3], backend="twoshot",
-            )  # fmt: skip
+        def call(*begins: int, x: torch.Tensor | None = None) -> object:
+            names = "x", "residual", "residual_out", "norm_out"
+            own = {name: pool[at : at + 4] for name, at in zip(names, begins, strict=True)}
+            own |= {} if x is None else {"x": x}
+            return ar.fused(**own, weight=weight, backend="twoshot")  # type: ignore[arg-type]
 
         assert watch.checks(lambda: call(0, 4, 8, 12)) == 1
         for good in ((0, 4, 8, 12), (20, 30, 8, 12), (4, 8, 0, 12), (0, 0, 4, 8)):
@@ -236,28 +193,24 @@ def test_overlaps_are_checked_in_every_call(group):
         assert len(ar._prepared) == 1
         odd = torch.zeros(5 * 256 + 8, dtype=BF16)[1 : 1 + 4 * 256].view(4, 256)
         with pytest.raises(InvalidArgument, match="multiple of 16 bytes"):
-            ar.fused(
-                odd, residual=pool[4:8], weight=weight,
-                residual_out=pool[8:12], norm_out=pool[12:16], backend="twoshot",
-            )  # fmt: skip
+            call(0, 4, 8, 12, x=odd)
 
 
 @on_ranks(2, [THREADS])
 def test_no_tensor_is_held(group):
     with make(group, 8, CASE) as ar:
         for _ in range(2):
-            case = CASE.next(tokens=4)
-            moe, (residual, weight) = expert_rows(case, 0, group.device), case.shared(group.device)
+            moe = expert_rows(CASE, 0, group.device)
+            residual, weight = CASE.shared(group.device)
             static = weft.FP8Static(torch.ones(1))
-            tensors = [moe.rows, moe.index, moe.scales, moe.shared, residual, weight, static.scale]
+            given = [moe.rows, moe.index, moe.scales, moe.shared, residual, weight, static.scale]
             outputs = [torch.empty_like(residual), torch.empty((4, 256), dtype=torch.float8_e4m3fn)]
             got = ar.fused(
                 prologue=moe, residual=residual, weight=weight, quant=static, out=True,
                 residual_out=outputs[0], quant_out=outputs[1],
             )  # fmt: skip
-            tensors += [*outputs, got.out]
-            alive = [weakref.ref(t) for t in tensors if t is not None]
-            del moe, residual, weight, static, tensors, outputs, got
+            alive = [weakref.ref(t) for t in (*given, *outputs, got.out) if t is not None]
+            del moe, residual, weight, static, given, outputs, got
             assert [ref() for ref in alive] == [None] * 10
         assert len(ar._prepared) == 1
 

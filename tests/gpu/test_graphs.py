@@ -36,6 +36,7 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "low latency": ("receiver", 100_000, {}),
     "low latency, sender": ("sender", 20_000, {}),
     "all-reduce": ("twoshot", 100_000, {}),
+    "all-reduce at the receiver": ("twoshot", 20_000, {"epilogue_at": "receiver"}),
     "all-reduce without programmatic launch": ("twoshot", 20_000, {"programmatic_launch": False}),
 }
 
