@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -42,22 +42,16 @@ def test_unsupported_calls_are_missing():
 @pytest.fixture
 def runner(tmp_path, monkeypatch) -> Any:
     """Import the script as a module, with a store of the programs above."""
-    spec = importlib.util.spec_from_file_location("run_rivals_tests", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(__import__("sys").modules, spec.name, module)
-    spec.loader.exec_module(module)
-    store = tmp_path / "store"
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    module = importlib.import_module(SCRIPT.stem)
     for path, text in {
         "flashinfer/tests/comm/test_made.py": CASES,
         "flashinfer/flashinfer/tllm_enums.py": "SfLayout = None\n",
         "DeepEP/deep_ep/utils/testing.py": "marked = True\nbench_kineto = None\n",
     }.items():
-        place = store / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
-    monkeypatch.setattr(module, "STORE", store)
+        (tmp_path / "store" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "store" / path).write_text(text)
+    monkeypatch.setattr(module, "STORE", tmp_path / "store")
     monkeypatch.setattr(module, "GRACE", 0.5)
     return module
 
