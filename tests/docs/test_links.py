@@ -6,8 +6,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
@@ -40,14 +38,8 @@ def _broken(path: Path, text: str) -> list[str]:
     return result
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_resolve(path):
-    assert _broken(path, path.read_text()) == []
-
-
-def test_a_broken_link_is_found():
-    text = "# A b-c, d\n[x](no.md) [y](#a-b-c-d) [z](#nowhere) `[c](d)` [w](https://a.example)"
-    assert _broken(ROOT / "README.md", text) == [
-        "no.md: there is no such file",
-        "#nowhere: there is no such heading",
-    ]
+def test_links_resolve():
+    texts = {path: path.read_text() for path in DOCUMENTS}
+    assert sum(len(LINK.findall(text)) for text in texts.values()) > 100
+    broken = {path.name: _broken(path, text) for path, text in texts.items()}
+    assert {name: links for name, links in broken.items() if links} == {}

@@ -52,22 +52,15 @@ def test_inherited_members_are_shown_and_internals_are_not(site):
     for name in ("AllToAll", "LowLatencyAllToAll", "AllReduce", "MoE"):
         shown = _shown(site / f"api/weft-{name}.html")
         assert {f"weft.{name}.{member}" for member in members} <= shown
-        page = (site / f"api/weft-{name}.html").read_text()
-        signature = page.partition(f'id="weft.{name}.memory_bytes"')[2].partition('id="weft.')[0]
-        assert all(option in signature for option in ("ranks", "max_tokens"))
     assert "weft.MoE.__call__" in _shown(site / "api/weft-MoE.html")
     group = _shown(site / "api/weft-Group.html")
     assert {"weft.Group.recover", "weft.Group.barrier", "weft.Group.from_torch"} <= group
     internal = {"vote", "noted", "map_shares", "exchange_fds", "agree", "run_collective", "attach"}
     assert not {f"weft.Group.{name}" for name in internal} & group
-    text = (site / "api/weft-AllToAll.html").read_text()
-    assert "first_epoch" not in text
-    assert "max_tokens" in text
 
 
 def test_search_needs_neither_a_server_nor_a_network(site):
     assert (site / "search/search_index.js").is_file(), "Material's offline plugin"
     scripts = re.findall(r'<script[^>]* src="([^"]+)"', (site / "index.html").read_text())
     assert any("iframe-worker" in script for script in scripts)
-    for script in scripts:
-        assert (site / script).is_file(), script
+    assert all((site / script).is_file() for script in scripts)

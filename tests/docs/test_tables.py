@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks/results"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,11 +32,6 @@ def _tables(text: str) -> Iterator[Table]:
         if rows:
             yield first + 1, lines[first - 1], rows
         number += 1
-
-
-def _figures(rows: list[list[str]]) -> list[str]:
-    """Return the numbers of a table, without its labels."""
-    return [each for row in rows for cell in row[1:] for each in NUMBER.findall(cell)]
 
 
 def _sources(text: str) -> list[int]:
@@ -83,26 +76,21 @@ def _unknown(text: str) -> list[str]:
     for _, above, rows in _tables(text):
         if names := AMONG.fullmatch(above):
             known = {each for file in names[1].split(", ") for each in _numbers(_load(file))}
-            result += [f for f in _figures(rows) if not any(_says(f, each) for each in known)]
+            figures = (f for row in rows for cell in row[1:] for f in NUMBER.findall(cell))
+            result += [f for f in figures if not any(_says(f, each) for each in known)]
     return result
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_every_result_table_names_its_source(name):
-    assert not _sources(TEXTS[name]), "write <!-- figures among: FILE.json --> above it"
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_every_figure_is_among_those_of_its_files(name):
-    assert not _unknown(TEXTS[name])
+def test_every_figure_is_among_those_of_the_files_that_its_table_names():
+    for name, text in TEXTS.items():
+        assert not _sources(text), f"{name}: write <!-- figures among: FILE.json --> above it"
+        assert not _unknown(text), name
 
 
 def test_a_wrong_figure_and_a_table_without_a_source_are_found():
-    text = TEXTS["docs/results/alltoall.md"]
-    assert "| bf16 both ways | 8.7 |" in text
-    assert _unknown(text.replace("| bf16 both ways | 8.7 |", "| bf16 both ways | 7.13 |")) == [
-        "7.13"
-    ]
+    right, wrong = "| bf16 both ways | 8.7 |", "| bf16 both ways | 7.13 |"
+    assert right in TEXTS["docs/results/alltoall.md"]
+    assert _unknown(TEXTS["docs/results/alltoall.md"].replace(right, wrong)) == ["7.13"]
     assert _sources("| Tokens | 1 | 8 |\n|---|---|---|\n| weft | 9.3 | 13.8 |") == [1]
 
 

@@ -75,41 +75,102 @@ def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("weft-share")
 
 
-def far(got: torch.Tensor, x: torch.Tensor, *routing: torch.Tensor) -> float:
-    """Return the distance from one process's result, in half units of the largest output."""
-    alone = Experts(range(EXPERTS), x.device, x.dtype)
-    want = alone(x.float(), *routing)
+def check(got: torch.Tensor, x: torch.Tensor, *routing: torch.Tensor) -> None:
+    """Compare with one process: a rank's sum and the total are rounded once each.
+
+    The distance is in half units of the largest output; experts add in another order.
+    """
+    want = Experts(range(EXPERTS), x.device, x.dtype)(x.float(), *routing)
     assert got.shape == want.shape
-    if not want.numel():
-        return 0.0
-    worst = (got.float() - want).abs().max() / want.abs().max()
-    return float(worst / HALF_UNIT[x.dtype])
+    if want.numel():
+        worst = (got.float() - want).abs().max() / want.abs().max()
+        assert worst / HALF_UNIT[x.dtype] <= 8
 
 
-def sizes(group: weft.Group, replicas: int, dtype: torch.dtype) -> list[float]:
+def run_sizes(group: weft.Group, replicas: int, dtype: torch.dtype) -> None:
     """Run batches from none to more than a round; replicas have unequal numbers of rows."""
-    called, result = layer(group, replicas=replicas, dtype=dtype), []
+    called = layer(group, replicas=replicas, dtype=dtype)
     replica = group.rank * replicas // group.size
     like = torch.zeros(0, dtype=dtype, device=group.device)
     for tokens in ROWS:
         args = batch(max(0, tokens - 20 * replica), tokens + replica, like)
         with torch.inference_mode(tokens == 1):
-            result.append(far(called(*args), *args))
+            check(called(*args), *args)
     plugin.check()
     plugin.close()
     assert mapped() == 0
-    return result
 
 
-def economy(group: weft.Group, replicas: int) -> int:
-    """Return the rows that this rank's experts get for two tokens on every rank."""
+def count_rows(group: weft.Group, replicas: int) -> None:
+    """Experts get a row for each choice of a local one, and none of a replica's other ranks."""
     called = layer(group, replicas=replicas)
     x, _, weights = batch(2, 1, torch.zeros(0))
     ids = torch.tensor([[0, 1, 2], [3, 2, 1]]) + EXPERTS // 2  # all of them live on rank 1
     module = called.experts_forward.__self__
     called(x, ids, weights)
     plugin.close()
-    return int(module.rows)
+    assert int(module.rows) == 6 * replicas * group.rank
+
+
+def compile_layer(group: weft.Group, replicas: int) -> None:
+    """Compile: a shared batch is one graph without a break."""
+    called, whole = layer(group, replicas=replicas), replicas == 1
+    traced = torch.compile(called.__call__, fullgraph=whole, backend="aot_eager", dynamic=False)
+    with torch.no_grad():
+        called(*batch(1, 0, torch.zeros(0)))  # makes the all-reduce, which a graph cannot
+        for tokens in (5, MAX_TOKENS + 5, 5):
+            args = batch(tokens, tokens, torch.zeros(0))
+            check(traced(*args), *args)
+    plugin.close()
+
+
+def replay(group: weft.Group) -> None:
+    """Replay graphs of two sizes between eager calls, with other tokens and routing."""
+    called, graphs = layer(group, dtype=torch.bfloat16), []
+    like = torch.zeros(0, dtype=torch.bfloat16, device=group.device)
+    with torch.no_grad():
+        for tokens in (3, 2 * MAX_TOKENS + 1):
+            args = batch(tokens, 0, like)
+            called(*args)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = called(*args)
+            graphs.append((graph, args, out))
+        for seed in range(1, 20):
+            graph, args, out = graphs[seed % 2]
+            for own, fresh in zip(args, batch(len(args[0]), seed, like), strict=True):
+                own.copy_(fresh)
+            graph.replay()
+            check(out, *args)
+            check(called(*args), *args)
+    plugin.check()
+    plugin.close()
+
+
+def refuse_capture(group: weft.Group) -> None:
+    called = layer(group, replicas=2)
+    args = batch(4, 1, torch.zeros(0, device=group.device))
+    called(*args)
+    torch.cuda.synchronize()
+    refused = pytest.raises(InvalidArgument, match="ep_size == tp_size")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), refused:
+        called(*args)
+
+
+SERVED = [(run_sizes, replicas, dtype) for dtype in HALF_UNIT for replicas in (1, 2)]
+ALSO = {
+    "cpu": [(body, replicas) for body in (compile_layer, count_rows) for replicas in (1, 2)],
+    "cuda": [(replay,), (refuse_capture,)],
+}
+
+
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def test_every_batch_shared_or_not(ranks: Any, device: str) -> None:
+    ranks(2, device)(run_each, [*SERVED, *ALSO[device]])
 
 
 def misuse(group: weft.Group) -> None:
@@ -120,15 +181,11 @@ def misuse(group: weft.Group) -> None:
     with pytest.raises(InvalidArgument, match=r"torch\.no_grad\(\)"):
         called(trained, ids, weights)
     with torch.no_grad():
-        assert far(called(trained, ids, weights), x, ids, weights) <= 8
+        check(called(trained, ids, weights), x, ids, weights)
     later = layer(group, replicas=2)  # another model; its second layer gets more than the first
-    again = type(called)(
-        Experts(range(EXPERTS // 2), group.device, torch.float32),
-        later.ep_mesh,
-        later.tp_mesh,
-        max_tokens=MAX_TOKENS,
-        timeout=600.0,
-    )
+    own = Experts(range(EXPERTS // 2), group.device, torch.float32)
+    sizes: dict[str, Any] = {"max_tokens": MAX_TOKENS, "timeout": 600.0}
+    again = type(called)(own, later.ep_mesh, later.tp_mesh, **sizes)
     later(x[:1], ids[:1], weights[:1])
     with pytest.raises(InvalidArgument, match="4 rows.*at most 1 on"):
         again(x, ids, weights)
@@ -159,7 +216,7 @@ def fail(group: weft.Group, replicas: int) -> None:
         called(*args)
 
 
-def one_after_another(group: weft.Group) -> None:
+def load_another(group: weft.Group) -> None:
     """Rank 0 drops the first model; rank 1 still has it when the next one is made."""
     first = layer(group)
     args = batch(4, 1, torch.zeros(0))
@@ -169,7 +226,7 @@ def one_after_another(group: weft.Group) -> None:
         gc.collect()
     assert (mapped() > 0) == (group.rank == 1)
     second = layer(group)
-    assert far(second(*args), *args) <= 8
+    check(second(*args), *args)
     if group.rank:
         del first
     del second
@@ -177,95 +234,15 @@ def one_after_another(group: weft.Group) -> None:
     assert mapped() == 0
 
 
-def compiled(group: weft.Group, replicas: int) -> list[float]:
-    """Compile: a shared batch is one graph without a break."""
-    called, whole = layer(group, replicas=replicas), replicas == 1
-    traced = torch.compile(called.__call__, fullgraph=whole, backend="aot_eager", dynamic=False)
-    result = []
-    with torch.no_grad():
-        called(*batch(1, 0, torch.zeros(0)))  # makes the all-reduce, which a graph cannot
-        for tokens in (5, MAX_TOKENS + 5, 5):
-            args = batch(tokens, tokens, torch.zeros(0))
-            result.append(far(traced(*args), *args))
-    plugin.close()
-    return result
+KEPT: list[Any] = []
 
 
-@pytest.mark.slow
-def test_every_batch_shared_or_not(ranks: Any) -> None:
-    served = [(sizes, replicas, dtype) for dtype in HALF_UNIT for replicas in (1, 2)]
-    calls = [*served, (compiled, 1), (compiled, 2), (economy, 1), (economy, 2)]
-    rows = []
-    for *result, shared, own in ranks(2, "cpu")(run_each, calls):
-        for call, each in zip(calls, result, strict=False):
-            # A rank's sum and the total are rounded once each, and experts add in another order.
-            assert max(each) <= 8, call
-        rows.append((shared, own))
-    assert rows == [(0, 0), (6, 12)]  # one for each choice of a local expert
-
-
-def left_alive(group: weft.Group) -> None:
+def leave_alive(group: weft.Group) -> None:
     """The rank's process ends while its model is alive."""
     KEPT.append(layer(group))
     KEPT[0](*batch(4, 1, torch.zeros(0)))
 
 
-KEPT: list[Any] = []
-
-
 def test_refusals_and_ends(ranks: Any) -> None:
-    calls = [(misuse,), (one_after_another,), (fail, 1), (fail, 2), (left_alive,)]
+    calls = [(misuse,), (load_another,), (fail, 1), (fail, 2), (leave_alive,)]
     ranks(2, "cpu")(run_each, calls)
-
-
-def replayed(group: weft.Group) -> list[float]:
-    """Replay graphs of two sizes between eager calls, with other tokens and routing."""
-    called = layer(group, dtype=torch.bfloat16)
-    like = torch.zeros(0, dtype=torch.bfloat16, device=group.device)
-    graphs, result = [], []
-    with torch.no_grad():
-        for tokens in (3, 2 * MAX_TOKENS + 1):
-            args = batch(tokens, 0, like)
-            called(*args)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = called(*args)
-            graphs.append((graph, args, out))
-        for seed in range(1, 20):
-            graph, args, out = graphs[seed % 2]
-            for own, fresh in zip(args, batch(len(args[0]), seed, like), strict=True):
-                own.copy_(fresh)
-            graph.replay()
-            result.append(far(out, *args))
-            result.append(far(called(*args), *args))
-    plugin.check()
-    plugin.close()
-    return result
-
-
-@pytest.mark.gpu
-def test_a_shared_batch_replays_in_cuda_graphs(ranks: Any) -> None:
-    assert all(far <= 8 for one in ranks(2, "cuda")(replayed) for far in one)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_gpus_serve_every_batch(ranks: Any, replicas: int, dtype: torch.dtype) -> None:
-    assert all(far <= 8 for one in ranks(2, "cuda")(sizes, replicas, dtype) for far in one)
-
-
-def refuse_capture(group: weft.Group) -> None:
-    called = layer(group, replicas=2)
-    args = batch(4, 1, torch.zeros(0, device=group.device))
-    called(*args)
-    torch.cuda.synchronize()
-    refused = pytest.raises(InvalidArgument, match="ep_size == tp_size")
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), refused:
-        called(*args)
-
-
-@pytest.mark.gpu
-def test_separate_batches_are_not_captured(ranks: Any) -> None:
-    ranks(2, "cuda")(refuse_capture)

@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tools import check_cpp
 from tools.check_cpp import check
 
 KERNELS, DEVICE = "weft/alltoall/a.cuh", "weft/device/a.cuh"
@@ -58,12 +55,6 @@ def test_refused(tmp_path: Path, name: str, text: str, error: str) -> None:
     assert result.startswith(f"{name}:{error}")
 
 
-@pytest.mark.parametrize(("name", "text"), ALLOWED)
-def test_allowed(tmp_path: Path, name: str, text: str) -> None:
-    assert judge(tmp_path, name, text) == []
-
-
-def test_the_command_fails_where_a_rule_is_broken(tmp_path: Path) -> None:
-    judge(tmp_path, "weft/device/a.cuh", "x = __ldg(at);")
-    done = subprocess.run([sys.executable, check_cpp.__file__, str(tmp_path)], capture_output=True)
-    assert done.returncode == 1
+def test_allowed(tmp_path: Path) -> None:
+    for number, (name, text) in enumerate(ALLOWED):
+        assert judge(tmp_path / str(number), name, text) == []

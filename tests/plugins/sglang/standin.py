@@ -10,7 +10,6 @@ import functools
 import sys
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -90,38 +89,24 @@ def get_moe_a2a_backend() -> MoeA2ABackend:
 # Routing.
 
 
-@dataclass
-class ExpertLocationMetadata:
-    """`[layers, physical]` and `[layers, logical, ...]`, padded with -1."""
-
-    physical_to_logical_map_cpu: torch.Tensor
-    logical_to_all_physical_map: torch.Tensor
-    logical_to_all_physical_map_cpu: torch.Tensor
-    logical_to_all_physical_map_num_valid: torch.Tensor
-    logical_to_rank_dispatch_physical_map: torch.Tensor | None
-    ep_size: int
-
-    @property
-    def num_local_physical_experts(self) -> int:
-        return self.physical_to_logical_map_cpu.shape[1] // self.ep_size
-
-    @property
-    def num_logical_experts(self) -> int:
-        return self.logical_to_all_physical_map.shape[1]
-
-
 def place(physical: torch.Tensor, ranks: int, logical: int, static: bool) -> None:
     """Publish a placement, with only the first replica of each expert in its tables."""
     every = torch.full((len(physical), logical, physical.shape[1]), -1)
     for layer, row in enumerate(physical.tolist()):
         every[layer, :, 0] = torch.tensor([row.index(expert) for expert in range(logical)])
-    single, valid = every[..., 0].clone() if static else None, (every >= 0).sum(-1)
-    STATE.places = ExpertLocationMetadata(physical, every, every.clone(), valid, single, ranks)
+    STATE.places = SimpleNamespace(
+        physical_to_logical_map_cpu=physical,
+        logical_to_all_physical_map=every,
+        logical_to_all_physical_map_cpu=every.clone(),
+        logical_to_all_physical_map_num_valid=(every >= 0).sum(-1),
+        logical_to_rank_dispatch_physical_map=every[..., 0].clone() if static else None,
+        num_local_physical_experts=physical.shape[1] // ranks,
+        num_logical_experts=logical,
+    )
 
 
-def get_global_expert_location_metadata() -> ExpertLocationMetadata:
-    places: ExpertLocationMetadata = STATE.places
-    return places
+def get_global_expert_location_metadata() -> Any:
+    return STATE.places
 
 
 def physical_ids(layer_id: int) -> Any:
@@ -209,8 +194,6 @@ class RMSNorm(nn.Module):
 
     def __init__(self, weight: torch.Tensor, eps: float, **settings: Any) -> None:
         super().__init__()
-        self.variance_size_override = self.override_orig_dtype = None
-        self.cast_x_before_out_mul = self.fp32_residual = False
         self.weight, self.variance_epsilon = nn.Parameter(weight, requires_grad=False), eps
         self.gemma_weight = weight + self.offset
         self.calls = 0
@@ -299,17 +282,11 @@ def create_moe_dispatcher(moe_runner_config: Any, quant_method: Any) -> Any:
     return BaseDispatcher()
 
 
-@dataclass
-class MoeRunnerConfig:
-    layer_id: int
-    routed_scaling_factor: float | None = None
-    gemm1_alpha: float | None = None
-    gemm1_clamp_limit: float | None = None
-    activation: str = "silu"
-    is_gated: bool = True
-    apply_router_weight_on_input: bool = False
-    swiglu_limit: float | None = None
-    gate_up_interleaved: bool = True
+CONFIG = {
+    **dict.fromkeys(("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")),
+    **{"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False},
+    "gate_up_interleaved": True,
+}
 
 
 class Method:
@@ -348,7 +325,9 @@ class FusedMoE(nn.Module):
         self.num_local_experts = self.num_experts // self.moe_ep_size
         self.num_fused_shared_experts, self.with_bias = 0, with_bias
         self.should_fuse_routed_scaling_factor_in_topk = False
-        self.moe_runner_config = MoeRunnerConfig(layer_id, scale, **more)
+        self.moe_runner_config = SimpleNamespace(
+            **{**CONFIG, "layer_id": layer_id, "routed_scaling_factor": scale, **more}
+        )
         local, wide = self.num_local_experts, 2 * INTERMEDIATE
         made = {"w13_weight": torch.empty(local, wide, HIDDEN, dtype=params_dtype)}
         made["w2_weight"] = torch.empty(local, HIDDEN, INTERMEDIATE, dtype=params_dtype)
@@ -582,27 +561,15 @@ def exchange(local: list[int], ranks: int) -> list[list[int]]:
     return result.tolist()
 
 
-class ElasticEPState:
-    def __init__(self, ranks: int) -> None:
-        self.active_ranks = torch.ones(ranks, dtype=torch.int32)
-        self.last_active_ranks = self.active_ranks.clone()
-        self.active_ranks_cpu = self.active_ranks.clone()
-
-    def snapshot_active_to_last(self) -> None:
-        self.last_active_ranks = self.active_ranks.clone()
-
-    def sync_active_to_cpu(self) -> None:
-        self.active_ranks_cpu = self.active_ranks.clone()
-
-
 class ElasticEPStateManager:
-    _instance: ElasticEPState | None = None
-
-    @classmethod
-    def instance(cls) -> ElasticEPState:
-        if cls._instance is None:
-            cls._instance = ElasticEPState(STATE.parallel.tp_size)
-        return cls._instance
+    @staticmethod
+    @functools.cache
+    def instance() -> Any:
+        active = torch.ones(STATE.parallel.tp_size, dtype=torch.int32)
+        state = SimpleNamespace(active_ranks=active, active_ranks_cpu=active.clone())
+        state.snapshot_active_to_last = lambda: None
+        state.sync_active_to_cpu = lambda: state.active_ranks_cpu.copy_(active)
+        return state
 
 
 class Scheduler:

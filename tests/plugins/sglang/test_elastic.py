@@ -188,14 +188,13 @@ def test_an_error_without_a_death_is_raised() -> None:
 
 @pytest.fixture
 def sglang() -> Iterator[Any]:
-    """Install the stand-in, with weft's hooks."""
     yield enter()
     leave()
 
 
 def placed(sglang: Any, row: list[int], *, static: bool = True) -> Any:
     sglang.place(torch.tensor([row, row[::-1]]), 4, 4, static)
-    return sglang.get_global_expert_location_metadata()
+    return sglang.STATE.places
 
 
 @pytest.mark.parametrize("static", [True, False])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +26,13 @@ EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 3, 128, 128
 SILU = SimpleNamespace(value="silu")
 
 
-def enter(form: str, **environment: str) -> None:
+def enter(form: str, **environment: str) -> Any:
     """Let `import vllm` find the stand-in, and load weft's plug-in as vLLM does."""
-    install_standin("vllm", RELEASE)
+    standin = install_standin("vllm", RELEASE)
     os.environ["WEFT_VLLM"] = form
     os.environ |= {f"WEFT_VLLM_{name}": value for name, value in environment.items()}
     register()
+    return standin
 
 
 def leave() -> None:
@@ -44,10 +46,9 @@ launch_cases = functools.partial(launch_each, leave)
 
 def parallel(rank: int, size: int, **other: Any) -> Any:
     """Return a layer's FusedMoEParallelConfig: DP and EP of `size`."""
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
-
+    vllm: Any = importlib.import_module("vllm")
     plain = {"tp_size": 1, "dp_size": size, "ep_size": size, "ep_rank": rank, "sp_size": 1}
-    return FusedMoEParallelConfig(**plain | {"use_ep": size > 1} | other)
+    return vllm.FusedMoEParallelConfig(**plain | {"use_ep": size > 1} | other)
 
 
 def config_of(group: weft.Group | None = None, **other: Any) -> Any:
@@ -84,23 +85,18 @@ class Worker:
         redundant: int = 0,
         **environment: str,
     ) -> None:
-        enter(form, **environment)
-        from vllm.distributed.parallel_state import GroupCoordinator
-        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-        from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
-
-        GroupCoordinator.of_experts = GroupCoordinator(group.process_group())
-        self.group, self.dtype, self.runners = group, dtype, []
-        self.physical = EXPERTS + redundant
+        self.vllm = enter(form, **environment)
+        self.vllm.GroupCoordinator.of_experts = self.vllm.GroupCoordinator(group.process_group())
+        self.group, self.dtype, self.redundant = group, dtype, redundant
+        self.layers: list[Any] = []
         self.gates = [gate(layer).to(group.device) for layer in range(layers)]
         for layer in range(layers):
-            each = self.physical // group.size
-            counts = {"num_experts": self.physical, "num_local_experts": each}
+            physical = EXPERTS + redundant
+            counts = {"num_experts": physical, "num_local_experts": physical // group.size}
             config = config_of(group, in_dtype=dtype, **counts)
-            kind = {"fp8": Fp8MoEMethod}.get(method)
-            experts = RoutedExperts(f"model.layers.{layer}.mlp.experts", config, kind)
-            self.runners.append(MoERunner(Router(redundant), experts))
+            kind = {"fp8": self.vllm.Fp8MoEMethod}.get(method)
+            experts = self.vllm.RoutedExperts(f"model.layers.{layer}.mlp.experts", config, kind)
+            self.layers.append(experts)
             self.fill(experts, layer)
             experts.quant_method.process_weights_after_loading(experts)
 
@@ -114,7 +110,7 @@ class Worker:
 
     def part(self, layer: int) -> dict[str, torch.Tensor]:
         """Return this rank's weights of a layer."""
-        each = self.physical // self.group.size
+        each = (EXPERTS + self.redundant) // self.group.size
         part = torch.arange(self.group.rank * each, (self.group.rank + 1) * each) % EXPERTS
         gate_up, down = (tensor[part] for tensor in weights(layer, self.dtype))
         device = self.group.device
@@ -122,24 +118,29 @@ class Worker:
 
     def reload(self, layer: int, shift: int, how: str) -> None:
         """Load a layer's weights again: "in place", "layerwise" or "replaced"."""
-        from vllm import layerwise
-
-        experts = self.runners[layer].routed_experts
+        experts = self.layers[layer]
         if how == "in place":
             self.fill(experts, layer + shift)
             experts.quant_method.process_weights_after_loading(experts)
         else:
-            layerwise(experts, self.part(layer + shift), restore=how == "layerwise")
+            self.vllm.layerwise(experts, self.part(layer + shift), restore=how == "layerwise")
 
     def step(
         self, x: torch.Tensor, sizes: list[int] | None, padding: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run a forward pass."""
-        from vllm.forward_context import forward
+        """Run a forward pass, with routing as vLLM's routers do it; with EPLB to physical experts.
 
-        with torch.inference_mode(), forward(sizes, padding):
-            for layer, runner in enumerate(self.runners):
-                x = x + runner._apply_quant_method(x, logits(x, self.gates[layer]))
+        Every second token takes the replicas, which come after all experts.
+        """
+        with torch.inference_mode(), self.vllm.forward(sizes, padding):
+            for experts, by in zip(self.layers, self.gates, strict=True):
+                experts._ensure_moe_quant_config_init()
+                method = experts.quant_method
+                assert not method.is_monolithic, "the stock experts ran"
+                chosen, ids = logits(x, by).softmax(1).topk(TOP_K)
+                ids[1::2] += EXPERTS * (ids[1::2] < self.redundant)
+                ids = ids.to(method.topk_indices_dtype or torch.int32)
+                x = x + experts.forward_modular(x=x, topk_weights=chosen, topk_ids=ids)
         return x
 
     def distance(
@@ -147,23 +148,6 @@ class Worker:
     ) -> float:
         """Return the difference between a forward pass and one process."""
         return max_relative_difference(self.step(x, sizes), alone(x, layers=layers, shift=shift))
-
-
-class Router:
-    """Choose experts as vLLM's routers do; with EPLB physical ones.
-
-    redundant: replicas of the first experts, after all of them; every second token takes those.
-    """
-
-    def __init__(self, redundant: int = 0) -> None:
-        self.redundant = redundant
-
-    def select_experts(
-        self, logits: torch.Tensor, dtype: torch.dtype | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen, ids = logits.softmax(1).topk(TOP_K)
-        ids[1::2] += EXPERTS * (ids[1::2] < self.redundant)
-        return chosen, ids.to(dtype or torch.int32)
 
 
 def gate(layer: int) -> torch.Tensor:
