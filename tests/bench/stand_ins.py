@@ -11,8 +11,6 @@ import asyncio
 import gzip
 import json
 import os
-import subprocess
-import threading
 import urllib.request
 from collections.abc import AsyncIterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -96,8 +94,6 @@ class Handler(BaseHTTPRequestHandler):
                 other = {"name": "aten::mm", "cat": "cpu_op", "dur": 1e9}
                 write_trace(path, [other], body["num_steps"], 1 + rank)
             self.reply("Start profiling.")
-        elif body.get("stream"):
-            self.stream(body["sampling_params"]["max_new_tokens"])
         elif "text" in body:
             self.reply([{"text": answer(text, wrong=bool(weft()))} for text in body["text"]])
         else:
@@ -109,18 +105,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
-
-    def stream(self, tokens: int) -> None:
-        """Stream an answer line by line."""
-        self.send_response(200)
-        self.end_headers()
-        for count in range(1, tokens + 1):
-            line = json.dumps({"meta_info": {"completion_tokens": count}})
-            try:
-                self.wfile.write(f"data: {line}\n\n".encode())
-            except OSError:  # the client has closed
-                return
-        self.wfile.write(b"data: [DONE]\n\n")
 
     def log_message(self, *args: object) -> None:
         """Log nothing: the log is for the server's messages."""
@@ -160,17 +144,7 @@ def launch() -> None:
     assert inputs.model_path
     Handler.ranks = inputs.tp
     Path(f"{os.environ['SERVER_GATE']}-waits").touch()
-    for rank in range(inputs.tp) if os.environ.get("STAND_IN") == "ranks" else ():
-        threading.Thread(target=live, args=(rank,), daemon=True).start()
     Server(("127.0.0.1", inputs.port), Handler).serve_forever()
-
-
-def live(rank: int) -> None:
-    """Run a process with the name of SGLang's scheduler; the server ends when it ends."""
-    title = f"sglang::scheduler_DP{rank}"
-    subprocess.run(["bash", "-c", 'exec -a "$0" sleep 1000', title], check=False)
-    print(f"PeerDied: rank {rank} died", flush=True)
-    os._exit(1)
 
 
 def serving() -> None:
@@ -206,31 +180,23 @@ def cli_main() -> None:
 # vLLM.
 
 
-class RequestOutputKind:
-    DELTA = 1
-
-
-class SamplingParams(SimpleNamespace):
-    pass
-
-
-class AsyncEngineArgs(SimpleNamespace):
-    pass
+RequestOutputKind = SimpleNamespace(DELTA=1)
+SamplingParams = AsyncEngineArgs = SimpleNamespace
 
 
 class AsyncLLM:
     """Yield a token every 20 ms, with weft every 10 ms; with a profiler, write a trace."""
 
-    def __init__(self, arguments: AsyncEngineArgs) -> None:
+    def __init__(self, arguments: Any) -> None:
         greet("weft runs MoE layers of vLLM on 1 ranks, form block")
         self.arguments = arguments
 
     @classmethod
-    def from_engine_args(cls, arguments: AsyncEngineArgs) -> AsyncLLM:
+    def from_engine_args(cls, arguments: Any) -> AsyncLLM:
         return cls(arguments)
 
     async def generate(
-        self, prompt: dict[str, list[int]], params: SamplingParams, name: str
+        self, prompt: dict[str, list[int]], params: Any, name: str
     ) -> AsyncIterator[Any]:
         assert params.output_kind == RequestOutputKind.DELTA
         assert self.arguments.max_model_len >= len(prompt["prompt_token_ids"]) + params.max_tokens
@@ -260,6 +226,6 @@ class LLM:
         greet("weft runs MoE layers of vLLM on 1 ranks, form block")
         assert "dtype" in arguments
 
-    def generate(self, prompts: list[str], params: SamplingParams, *, use_tqdm: bool) -> list[Any]:
+    def generate(self, prompts: list[str], params: Any, *, use_tqdm: bool) -> list[Any]:
         texts = [answer(each, wrong=weft() == "exchange") for each in prompts]
         return [SimpleNamespace(outputs=[SimpleNamespace(text=text)]) for text in texts]

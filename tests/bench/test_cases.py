@@ -152,17 +152,17 @@ class _Spoilt(AllToAll):
 
     def dispatch(self, *args, **kwargs):
         received = super().dispatch(*args, **kwargs)
-        if self.rank == 1:
-            source, token = (received.ids >= 0).any(dim=2).nonzero()[0].tolist()
-            spoil: dict[str, Callable[[], object]] = {
-                "payload": lambda: received.x[source, token, 3].add_(1),
-                "ids": lambda: received.ids[source, token].fill_(-1),
-                "weights": lambda: received.weights[source, token].add_(1.0),
-                "scales": lambda: received.payloads[1][source, token, 0].mul_(2),
-                "counts": lambda: received.counts[0].add_(1),
-                "stale": lambda: received.ids[0, -1, 0].fill_(0),
-            }
-            spoil.get(self.fault, lambda: None)()
+        source, token = (received.ids >= 0).any(dim=2).nonzero()[0].tolist()
+        spoil: dict[str, Callable[[], object]] = {
+            "payload": lambda: received.x[source, token, 3].add_(1),
+            "ids": lambda: received.ids[source, token].fill_(-1),
+            "weights": lambda: received.weights[source, token].add_(1.0),
+            "scales": lambda: received.payloads[1][source, token, 0].mul_(2),
+            "counts": lambda: received.counts[0].add_(1),
+            "stale": lambda: received.ids[0, -1, 0].fill_(0),
+        }
+        if self.rank == 1 and self.fault in spoil:
+            spoil[self.fault]()
         return received
 
     def combine(self, *args, **kwargs):
@@ -361,7 +361,6 @@ def test_rows_of_all_reduces_have_bytes_and_floors():
     result = Measurement("auto", 128, "by hand", {"call": [[40.0]] * 8}, {"chosen": "twoshot"})
     case = replace(REDUCE, **ON_8, tokens=(128,), hidden=7168, backends=("auto",))
     (row,) = build_rows(Report(case, {"gpus": gpus}, [result]))
-    assert row.moved == wire_bytes("twoshot", payload, 8)
+    assert (row.moved, row.more) == (wire_bytes("twoshot", payload, 8), {"chosen": "twoshot"})
     assert row.logical == pytest.approx(payload / 40 / 1e3)
     assert row.floor == allreduce_floor_us(payload, 8, gpus)
-    assert row.more == {"chosen": "twoshot"}

@@ -98,7 +98,6 @@ RUNS: list[tuple[str, str, tuple[str, ...], tuple[int, ...], tuple[str, ...], st
      (KERNELS,), ""),
     ("sglang", "arithmetic --gpus 2 --ranks 1 2 --questions 20 --variants stock weft",
      ("stock", "weft"), (1, 2), ("| weft | 2 | 95.0 % | 95.0 % | 20 |",), ""),
-    ("sglang", "load --gpus 2 --loaded 2 --clients 2", ("weft",), (2, 2), (), ""),
     ("vllm", f"decode {V_SIZES} --waves 2 --requests 4 8", ("stock", "block"), (4, 8),
      ("decode: tiny, 16 tokens in, 24 out; ", "| 8 | block |"), ""),
     ("vllm", f"profile {V_SIZES} --requests 4 --steps 3", ("stock", "block"), (4,), (KERNELS,), ""),
@@ -115,7 +114,7 @@ def test_a_run_becomes_a_table(
     measure, script, engine, command, variants, sizes, table, failed, tmp_path
 ):
     what, *options = command.split()
-    code, out, lines = measure(what, *options, STAND_IN="ranks" if what == "load" else "")
+    code, out, lines = measure(what, *options)
     assert (code, failed in out) == (bool(failed), True), out
     names = ("requests", "batch", "gpus")
     result = [(one["variant"], next(one[name] for name in names if name in one)) for one in lines]
@@ -127,13 +126,6 @@ def test_a_run_becomes_a_table(
     assert [words for words in table if words not in text] == []
     for one in lines:
         assert bool(one["environment"]) == (one["variant"] in ("weft", "block", "exchange"))
-    if what == "load":  # requests come and go; a killed rank is named before it is gone
-        loaded, killed = (one["result"] for one in lines)
-        assert 0 < loaded["asked"] >= loaded["dropped"]
-        ranks = ["sglang::scheduler_DP0", "sglang::scheduler_DP1"]
-        assert list(loaded["end"]["ranks"]) == ranks
-        assert (killed["killed"], killed["line"]) == (ranks[1], "PeerDied: rank 1 died")
-        assert killed["named_s"] <= killed["gone_s"]
     if (engine, what) == ("sglang", "profile"):
         pytest.importorskip("matplotlib")
         kinds = {"experts": 50.0, "NCCL and other sums": 30.0, "dense GEMMs": 20.0, "other": 0.0}

@@ -158,8 +158,10 @@ def refuse_capture(group: weft.Group) -> None:
         called(*args)
 
 
-SERVED = [(run_sizes, replicas, dtype) for dtype in HALF_UNIT for replicas in (1, 2)]
-ALSO = {
+SERVED: list[tuple[Any, ...]] = [
+    (run_sizes, replicas, dtype) for dtype in HALF_UNIT for replicas in (1, 2)
+]
+ALSO: dict[str, list[tuple[Any, ...]]] = {
     "cpu": [(body, replicas) for body in (compile_layer, count_rows) for replicas in (1, 2)],
     "cuda": [(replay,), (refuse_capture,)],
 }

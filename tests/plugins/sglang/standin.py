@@ -33,13 +33,13 @@ STATE = SimpleNamespace(
 )
 
 
-def get_parallel() -> Any:
-    return STATE.parallel
+def getter(name: str) -> Callable[[], Any]:
+    return lambda: getattr(STATE, name)
 
 
-def get_exec() -> Any:
-    return STATE.exec
-
+get_parallel, get_exec, get_dp_global_num_tokens = map(getter, ("parallel", "exec", "counts"))
+is_dp_attention_enabled = getter("dp_attention")
+get_global_expert_location_metadata = getter("places")
 
 # Flags.
 
@@ -58,8 +58,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-class Backend:
-    FULL, DISABLED = "full", "disabled"
+Backend = SimpleNamespace(FULL="full", DISABLED="disabled")
 
 
 def make_args(**flags: object) -> SimpleNamespace:
@@ -103,10 +102,6 @@ def place(physical: torch.Tensor, ranks: int, logical: int, static: bool) -> Non
         num_local_physical_experts=physical.shape[1] // ranks,
         num_logical_experts=logical,
     )
-
-
-def get_global_expert_location_metadata() -> Any:
-    return STATE.places
 
 
 def physical_ids(layer_id: int) -> Any:
@@ -157,16 +152,6 @@ class TopK(nn.Module):
     def empty_topk_output(self, device: torch.device, *, layer_id: int | None = None) -> Any:
         none = torch.empty((0, self.top_k), device=device)
         return StandardTopKOutput(none, none.int(), none)
-
-
-def get_dp_global_num_tokens() -> list[int]:
-    """Return one number per attention group, padded as the batch is."""
-    counts: list[int] = STATE.counts
-    return counts
-
-
-def is_dp_attention_enabled() -> bool:
-    return bool(STATE.dp_attention)
 
 
 # Sums and norms.
@@ -258,20 +243,18 @@ class GroupCoordinator:
         return out
 
 
-def getter(name: str) -> Callable[[], GroupCoordinator]:
+def group_getter(name: str) -> Callable[[], GroupCoordinator]:
     return lambda: STATE.groups[name]
 
 
-get_tp_group, get_attn_tp_group = getter("tp"), getter("attn")
-get_moe_ep_group, get_moe_tp_group = getter("ep"), getter("moe")
-
+get_tp_group, get_attn_tp_group, get_moe_ep_group, get_moe_tp_group = map(
+    group_getter, ("tp", "attn", "ep", "moe")
+)
 
 # Layers of experts.
 
 
-class BaseDispatcher: ...
-
-
+BaseDispatcher = type("BaseDispatcher", (), {})
 StandardDispatchOutput = namedtuple(
     "StandardDispatchOutput", "hidden_states hidden_states_scale topk_output"
 )
@@ -427,13 +410,9 @@ class SharedMLP(nn.Module):
         return out
 
 
-class Glm4MoeMLP(SharedMLP): ...
-
-
-class Qwen2MoeMLP(SharedMLP): ...
-
-
-class DeepseekV2MLP(SharedMLP): ...
+Glm4MoeMLP, Qwen2MoeMLP, DeepseekV2MLP = (
+    type(name, (SharedMLP,), {}) for name in ("Glm4MoeMLP", "Qwen2MoeMLP", "DeepseekV2MLP")
+)
 
 
 class Block(nn.Module):
@@ -447,7 +426,6 @@ class Block(nn.Module):
     def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer_id, self.topk = layer_id, TopK(TOP_K)
-        self.is_nextn, self.is_hash = False, False
         gate = Gate(layer_id, dtype, self.gate_kind)
         if self.activation:
             self.router = gate
@@ -500,9 +478,9 @@ class DeepseekV2MoE(Block):
     mlp = DeepseekV2MLP, "shared_experts", INTERMEDIATE
 
 
-def draft_block(layer_id: int, dtype: torch.dtype) -> DeepseekV2MoE:
+def draft_block(layer_id: int, dtype: torch.dtype) -> Any:
     """Return the block of a draft layer (`nextn`)."""
-    block = DeepseekV2MoE(layer_id, dtype)
+    block: Any = DeepseekV2MoE(layer_id, dtype)
     block.is_nextn = block.topk.is_draft = True
     return block
 
@@ -589,21 +567,13 @@ class Request(SimpleNamespace):
     routed_dp_rank: int | None = None
 
 
-class TokenizedGenerateReqInput(Request): ...
-
-
-class TokenizedEmbeddingReqInput(Request): ...
-
-
-class BatchTokenizedGenerateReqInput(list[Any]): ...
-
-
-class BatchTokenizedEmbeddingReqInput(list[Any]): ...
-
-
-class ActiveRanksOutput(SimpleNamespace): ...
-
-
+TokenizedGenerateReqInput, TokenizedEmbeddingReqInput = (
+    type(name, (Request,), {}) for name in ("Generate", "Embedding")
+)
+BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput = (
+    type(name, (list,), {}) for name in ("BatchGenerate", "BatchEmbedding")
+)
+ActiveRanksOutput = type("ActiveRanksOutput", (SimpleNamespace,), {})
 AbortReq = SimpleNamespace
 
 

@@ -7,8 +7,9 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any
 
 import pytest
@@ -23,7 +24,7 @@ from weft.moe import CLAMPED_SWIGLU, Gating
 from weft.plugins.blocks import Limits
 from weft.plugins.engine_api import Engine
 from weft.plugins.settings import Settings
-from weft.plugins.sglang import engine, flags, models, register
+from weft.plugins.sglang import allreduce, engine, flags, models, register
 from weft.plugins.sglang.hooks import check_applied, create_server_terminator
 from weft.plugins.sglang.weights import build_layer, check_experts
 
@@ -114,7 +115,7 @@ def test_plug_in_is_registered_once(sglang: Any, monkeypatch: pytest.MonkeyPatch
     assert {len(hooks) for hooks in sglang.HookRegistry._hooks.values()} == {1}
 
 
-def test_parts_of_0_5_17(sglang: Any) -> None:
+def test_parts_of_0_5_17(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What differs there: flags, choices, gathered counts, shared experts, and routing."""
     args = SimpleNamespace(moe_a2a_backend="weft", enable_single_batch_overlap=True)
     enter()
@@ -138,6 +139,9 @@ def test_parts_of_0_5_17(sglang: Any) -> None:
     assert models.replicate_shared_expert(init, None, prefix="mlp.shared_experts") == (0, 1)
     assert models.replicate_shared_expert(init, None, prefix="mlp") == (3, 4)
 
+    boundary = "sglang.srt.layers.layer_boundary"  # which has no limit of the fusion there
+    monkeypatch.setitem(sys.modules, boundary, ModuleType(boundary))
+    assert allreduce._read_max_fused_tokens() == sglang.FUSE_ALLREDUCE_MAX_BATCH_SIZE
     sglang.ExpertLocationDispatchInfo = SimpleNamespace(init_new=lambda layer_id: f"of {layer_id}")
     block = SimpleNamespace(layer_id=5, gate=lambda x: (x, None), topk=lambda *_, **more: more)
     batch, x = SimpleNamespace(num_token_non_padded=6), torch.ones(1)
@@ -170,11 +174,15 @@ def test_the_server_is_ended_by_a_signal_to_its_parent(monkeypatch: pytest.Monke
 
 def test_limits() -> None:
     """Limits are rounded up over the ranks of an attention group, up to 512 and 4096."""
-    assert Limits.from_server(64, 2048, attention_ranks=1) == Limits(64, 2048)
-    assert Limits.from_server(65, 2049, attention_ranks=4) == Limits(17, 513)
-    assert Limits.from_server(4000, 1 << 17, attention_ranks=1) == Limits(512, 4096)
-    assert Limits.from_server(64, 2048, attention_ranks=2, prefill_tokens=100) == Limits(32, 100)
-    assert Limits.from_server(64, 2048, attention_ranks=1, prefill_tokens=10) == Limits(64, 64)
+    for decode, chunk, ranks, asked, expected in (
+        (64, 2048, 1, None, (64, 2048)),
+        (65, 2049, 4, None, (17, 513)),
+        (4000, 1 << 17, 1, None, (512, 4096)),
+        (64, 2048, 2, 100, (32, 100)),
+        (64, 2048, 1, 10, (64, 64)),
+    ):
+        limits = Limits.from_server(decode, chunk, attention_ranks=ranks, prefill_tokens=asked)
+        assert limits == Limits(*expected)
 
 
 def test_decode_tokens_are_those_of_graphs_that_are_captured(sglang: Any) -> None:

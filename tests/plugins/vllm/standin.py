@@ -9,8 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,38 +87,14 @@ class PluggableLayer(torch.nn.Module):
         return _decorated_layer_cls
 
 
-@dataclass
-class FusedMoEParallelConfig:
-    tp_size: int
-    dp_size: int
-    ep_size: int
-    ep_rank: int
-    sp_size: int
-    use_ep: bool
-
-    @property
-    def use_all2all_kernels(self) -> bool:
-        return self.use_ep and (self.dp_size > 1 or self.is_sequence_parallel)
-
-    @property
-    def is_sequence_parallel(self) -> bool:
-        return self.sp_size > 1
+def FusedMoEQuantConfig(dtype: torch.dtype | None = None, blocks: Any = None) -> Any:  # noqa: N802
+    more = {"per_act_token_quant": False, "a1_scale": None}
+    return SimpleNamespace(quant_dtype=dtype, block_shape=blocks, **more)
 
 
-@dataclass
-class FusedMoEQuantConfig:
-    quant_dtype: torch.dtype | None = None
-    block_shape: list[int] | None = None
-    per_act_token_quant: bool = False
-    a1_scale: torch.Tensor | None = None
-
-    @staticmethod
-    def make() -> FusedMoEQuantConfig:
-        return FusedMoEQuantConfig()
-
-
-class Mxfp4MoeBackend(Enum):
-    NONE = "None"
+vars(FusedMoEQuantConfig)["make"] = FusedMoEQuantConfig
+Mxfp4MoeBackend = SimpleNamespace(NONE="None")
+FusedMoEActivationFormat = SimpleNamespace(Standard="standard")
 
 
 def moe_kernel_quantize_input(
@@ -131,7 +105,7 @@ def moe_kernel_quantize_input(
     return (blocks / scale[..., None]).view(A.shape).to(quant_dtype), scale
 
 
-class TopKWeightAndReduceDelegate: ...
+TopKWeightAndReduceDelegate = type("TopKWeightAndReduceDelegate", (), {})
 
 
 class TopKWeightAndReduceNoOP:
@@ -144,10 +118,6 @@ class TopKWeightAndReduceContiguous:
         if not kwargs["apply_router_weight_on_input"]:
             fused_expert_output.mul_(kwargs["topk_weights"][..., None])
         return fused_expert_output.sum(1)
-
-
-class FusedMoEActivationFormat(Enum):
-    Standard = "standard"
 
 
 def abstract() -> Any:
@@ -179,15 +149,7 @@ class FusedMoEExperts:
     def finalize_weight_and_reduce_impl(self) -> Any:
         return TopKWeightAndReduceNoOP() if self.sums else TopKWeightAndReduceContiguous()
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        x: torch.Tensor,
-        scale: torch.Tensor | None,
-        layer: Any,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-    ) -> None:
+    def apply(self, output: Any, x: Any, scale: Any, layer: Any, weights: Any, ids: Any) -> None:
         own = torch.ones_like(ids, dtype=torch.bool)
         if layer.expert_map is not None:
             ids = layer.expert_map[ids.long()]
@@ -322,13 +284,10 @@ class RoutedExperts(PluggableLayer):
         return self.quant_method.apply(**kwargs, shared_experts=None, shared_experts_input=None)
 
 
-class GptOssRoutedExperts(RoutedExperts): ...
-
-
-class TransformersRoutedExperts(RoutedExperts): ...
-
-
-class DbrxExperts(RoutedExperts): ...
+GptOssRoutedExperts, TransformersRoutedExperts, DbrxExperts = (
+    type(name, (RoutedExperts,), {})
+    for name in ("GptOssRoutedExperts", "TransformersRoutedExperts", "DbrxExperts")
+)
 
 
 def layerwise(layer: Any, weights: dict[str, torch.Tensor], *, restore: bool = True) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -46,9 +45,12 @@ launch_cases = functools.partial(launch_each, leave)
 
 def parallel(rank: int, size: int, **other: Any) -> Any:
     """Return a layer's FusedMoEParallelConfig: DP and EP of `size`."""
-    vllm: Any = importlib.import_module("vllm")
     plain = {"tp_size": 1, "dp_size": size, "ep_size": size, "ep_rank": rank, "sp_size": 1}
-    return vllm.FusedMoEParallelConfig(**plain | {"use_ep": size > 1} | other)
+    config = SimpleNamespace(**plain | {"use_ep": size > 1} | other)
+    config.is_sequence_parallel = config.sp_size > 1
+    separate = config.dp_size > 1 or config.is_sequence_parallel
+    config.use_all2all_kernels = config.use_ep and separate
+    return config
 
 
 def config_of(group: weft.Group | None = None, **other: Any) -> Any:
