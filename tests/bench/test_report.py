@@ -1,24 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From samples to rows, tables, files and pictures."""
+"""From samples to rows, tables, files and pictures, with the code's version and floors."""
 
 from __future__ import annotations
 
 import io
 import json
+import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+import weft
 from tests.bench.test_cases import MOE, ON_8
+from weft.bench import machine
 from weft.bench.baselines import BaselineRun
 from weft.bench.harness import Measurement, Report
+from weft.bench.limits import (
+    allreduce_floor_us,
+    layer_floor_us,
+    missing_floor_reason,
+    pair_floor_us,
+)
+from weft.bench.machine import describe_code, describe_machine, format_machine
 from weft.bench.moe import MoECase
 from weft.bench.plot import plot
 from weft.bench.report import Spread, build_rows, print_report, to_json, write_json
 from weft.bench.routing import generate_ids
 from weft.errors import InvalidArgument
+from weft.jit.source import header_digest
 
 H200 = replace(
     MOE, **ON_8, tokens=(8, 128), hidden=7168, top_k=8, experts=256, routing="perfect",
@@ -105,3 +118,101 @@ def test_table_json_and_picture(tmp_path):
         assert piece in picture.read_text(), piece
     with pytest.raises(InvalidArgument, match="cannot write"):
         write_json(tmp_path, {})
+
+
+def test_the_commit_is_of_the_checkout_that_holds_the_package(tmp_path, monkeypatch):
+    monkeypatch.delenv("WEFT_COMMIT", raising=False)
+    monkeypatch.setattr(machine, "INCLUDE_ROOT", tmp_path)
+
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    (tmp_path / "file").write_text("one")
+    for command in (("init", "-q"), ("add", "file"), ("commit", "-q", "-m", "Begin")):
+        git(*command)
+    commit = git("rev-parse", "HEAD")
+    (tmp_path / "beside").write_text("untracked files change no code")
+    expected = {"version": weft.__version__, "commit": commit, "headers": header_digest()}
+    assert describe_code() == expected
+    (tmp_path / "file").write_text("two")
+    assert describe_code()["commit"] == f"{commit}-dirty"
+    inside = tmp_path / "lib" / "site-packages"  # of another project's checkout
+    inside.mkdir(parents=True)
+    monkeypatch.setattr(machine, "INCLUDE_ROOT", inside)
+    assert describe_code()["commit"] is None
+    monkeypatch.setenv("PATH", "")  # without git
+    assert describe_code()["commit"] is None
+    monkeypatch.setenv("WEFT_COMMIT", "c0ffee-dirty")
+    assert describe_code()["commit"] == "c0ffee-dirty"
+
+
+def test_captions_name_the_code():
+    result = describe_machine([])
+    assert result["weft"] == describe_code()
+    result["weft"] = {"version": "1.0", "commit": "0123456789abcdef-dirty", "headers": "ab" * 32}
+    assert "weft 1.0 0123456789ab-dirty, 20" in format_machine(result)
+    result["weft"]["commit"] = None
+    assert "weft 1.0, 20" in format_machine(result)
+    del result["weft"]
+    assert "weft" not in format_machine(result), "records of before"
+
+
+RECORDS = Path(__file__).parents[2] / "benchmarks/results"
+
+
+def test_only_h200s_have_a_floor():
+    for name in ("NVIDIA GH200 480GB", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3"):
+        gpus = ["NVIDIA H200", name]
+        assert pair_floor_us(1, 1, gpus) is None
+        assert allreduce_floor_us(1, 2, gpus) is None
+        assert layer_floor_us(1, 1, gpus) is None
+        assert name in str(missing_floor_reason(gpus))
+    gpus = ["NVIDIA H200"] * 4
+    assert missing_floor_reason(gpus) is None
+    assert (missing_floor_reason([]), pair_floor_us(0, 0, [])) == (None, None), "CPU ranks"
+    assert pair_floor_us(340_000, 0, gpus) == pytest.approx(3.96 + 1.0)
+    assert pair_floor_us(350_000, 0, gpus[:2]) == pytest.approx(3.96 + 1.0)
+
+
+def _rows(data: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield (settings of a run, one of its rows) from any place in a file."""
+    if isinstance(data, list):
+        for each in data:
+            yield from _rows(each)
+    elif isinstance(data, dict):
+        for row in data.get("rows", ()) if "settings" in data else ():
+            yield {**data["settings"], "loads": data.get("loads")}, row
+        yield from _rows(data.get("runs", []))
+
+
+def _floor(settings: dict[str, Any], row: dict[str, Any]) -> tuple[float, float] | None:
+    """Return (floor, us) of a row that has a floor."""
+    ranks: int = row.get("ranks") or settings.get("ranks") or 0
+    gpus, us = ["NVIDIA H200"] * ranks, row.get("us", 0.0)
+    median: float = us["median"] if isinstance(us, dict) else us
+    floor: float | None
+    if "epilogue" in settings:
+        payload = row["tokens"] * settings["hidden"] * 2
+        floor = allreduce_floor_us(payload, ranks, gpus)
+    elif settings.get("loads"):
+        load = settings["loads"][str(row["tokens"])]
+        floor = layer_floor_us(load["hbm_bytes"], load["wire_bytes"], gpus)
+    elif row.get("phase") == "pair" and row.get("moved"):
+        floor = pair_floor_us(row["moved"], 0, gpus)
+    else:
+        return None
+    assert floor is not None
+    return floor, median
+
+
+def test_no_recorded_figure_is_below_its_floor():
+    seen = [
+        (path.name, row["tokens"], *result)
+        for path in sorted(RECORDS.glob("*/*.json"))
+        for settings, row in _rows(json.loads(path.read_text()))
+        if (result := _floor(settings, row)) is not None
+    ]
+    assert [each for each in seen if each[3] < each[2]] == []
+    assert len(seen) > 400

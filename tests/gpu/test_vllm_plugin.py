@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import weft
-from tests.plugins.standins import max_relative_difference
-from tests.plugins.vllm.workers import HIDDEN, Worker, alone, leave, tokens
+from tests.plugins.standins import HIDDEN, alone, max_relative_difference, tokens
+from tests.plugins.vllm.workers import Worker, leave
 
 pytestmark = pytest.mark.gpu
 

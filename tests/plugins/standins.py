@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -15,12 +16,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 import weft
 from weft.errors import SetupError
 from weft.plugins.engine_api import Engine
 
 CLOSE = 2e-5  # of float32 sums in another order
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 3, 128, 128
 GET_VERSION, CHECK = Engine.get_version, Engine.check
 
 
@@ -124,8 +127,53 @@ def error_of(call: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
-def drawn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return numbers that are equal on every rank."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (values / math.sqrt(shape[-1])).to(dtype)
+
+
+def tokens(count: int, seed: int) -> torch.Tensor:
+    return drawn((count, HIDDEN), 1 << 20 | seed) * 8
+
+
+def expert_weights(layer: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Return gate and up, and down, of all experts, and their biases."""
+    first, up = 1000 * layer, 2 * INTERMEDIATE
+    wide = drawn((EXPERTS, up, HIDDEN), first, dtype)
+    narrow = drawn((EXPERTS, HIDDEN, INTERMEDIATE), first + 1, dtype)
+    return wide, narrow, drawn((EXPERTS, up), first + 2), drawn((EXPERTS, HIDDEN), first + 3)
+
+
+def gate_weight(layer: int) -> torch.Tensor:
+    return drawn((EXPERTS, HIDDEN), 1000 * layer + 4)
+
+
+def alone(
+    x: torch.Tensor,
+    *,
+    layers: int = 2,
+    shift: int = 0,
+    real: int | None = None,
+    scale: float = 1.0,
+    shared: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    gating: Any = None,
+) -> torch.Tensor:
+    """Return what layers of experts compute from x in one process, in plain torch.
+
+    real: rows from there on go to no expert; shift: added to the layer of the weights.
+    """
+    for layer in range(layers):
+        logits = functional.linear(x.float(), gate_weight(layer))
+        chosen, ids = logits.softmax(1).topk(TOP_K)
+        if real is not None:
+            ids[real:] = -1
+        *weights, wide_bias, narrow_bias = expert_weights(layer + shift, x.dtype)
+        more: dict[str, Any] = {"shared": shared(layer, x)} if shared else {}
+        if gating:
+            more |= {"gate_up_bias": wide_bias, "down_bias": narrow_bias, "gating": gating}
+        x = x + weft.reference.moe_layer(x, ids, chosen * scale, *weights, **more)
+    return x
 
 
 def clamped_swiglu(limit: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -13,7 +13,9 @@ import torch
 from torch.nn import functional
 
 import weft
+from tests.plugins import standins
 from tests.plugins.standins import (
+    HIDDEN,
     clamped_swiglu,
     drawn,
     install_standin,
@@ -108,41 +110,15 @@ class Server:
         return engine._blocks.list_operators()
 
 
-def tokens(count: int, seed: int) -> torch.Tensor:
-    return drawn((count, 64), seed)
+def alone(x: torch.Tensor, block: str, **more: Any) -> torch.Tensor:
+    """Return what the model computes from x in one process, in plain torch."""
+    kind = getattr(sglang(), "DeepseekV2MoE" if block == "nextn" else BLOCKS[block])
 
+    def shared(layer: int, x: torch.Tensor) -> torch.Tensor:
+        mlp, name, size = kind.mlp
+        out: torch.Tensor = mlp(size, layer, x.dtype, prefix="", parallel_group="replicated")(x)
+        gate = drawn((1, HIDDEN), 1000 * layer + 502, x.dtype)
+        return out * torch.sigmoid(functional.linear(x, gate)) if name == "shared_expert" else out
 
-def alone(
-    x: torch.Tensor, block: str, *, layers: int = 2, real: int | None = None, shift: int = 0
-) -> torch.Tensor:
-    """Return what the model computes from x in one process, in plain torch.
-
-    real: rows from there on go to no routed expert; shift: added to the layer of the weights.
-    """
-    parts = sglang()
-    scale, shared_size = 1.0, parts.INTERMEDIATE if block == "qwen_next" else 0
-    if block in ("glm4", "deepseek", "nextn"):
-        scale, shared_size = parts.SCALE, parts.INTERMEDIATE * (2 if block == "glm4" else 1)
-    for layer in range(layers):
-        first, dtype = 1000 * layer, x.dtype
-        logits = functional.linear(x.float(), parts.drawn((8, 64), first + 999, dtype))
-        weights, ids = logits.softmax(1).topk(parts.TOP_K)
-        if real is not None:
-            ids[real:] = -1
-        shared = None
-        if shared_size:
-            wide = parts.drawn((2 * shared_size, 64), first + 500, dtype)
-            narrow = parts.drawn((64, shared_size), first + 501, dtype)
-            gate, up = functional.linear(x, wide).chunk(2, dim=1)
-            shared = functional.linear(functional.silu(gate) * up, narrow)
-            if block == "qwen_next":
-                gate = functional.linear(x, parts.drawn((1, 64), first + 502, dtype))
-                shared = torch.sigmoid(gate) * shared
-        stacks = [parts.expert(layer + shift, each, dtype) for each in range(parts.EXPERTS)]
-        wide, narrow, *both = (torch.stack(each) for each in zip(*stacks, strict=True))
-        biased: dict[str, Any] = {}
-        if block == "gpt_oss":
-            biased = {"gate_up_bias": both[0], "down_bias": both[1], "gating": clamped_swiglu(0.5)}
-        routed = x, ids, weights * scale, wide, narrow
-        x = x + weft.reference.moe_layer(*routed, shared=shared, **biased)
-    return x
+    more |= {"scale": kind.scale or 1.0, "shared": shared if kind.mlp else None}
+    return standins.alone(x, gating=clamped_swiglu(0.5) if kind.activation else None, **more)

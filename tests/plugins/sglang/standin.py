@@ -20,7 +20,16 @@ from torch import nn
 from torch.nn import functional
 
 import weft
-from tests.plugins.standins import clamped_swiglu
+from tests.plugins.standins import (
+    EXPERTS,
+    HIDDEN,
+    INTERMEDIATE,
+    TOP_K,
+    clamped_swiglu,
+    drawn,
+    expert_weights,
+    gate_weight,
+)
 
 # This process's place, and the counts and flags of its forward pass. Tests write to STATE.
 # groups: GroupCoordinators of "tp", "attn", "ep" and "moe"; ways: how SGLang made each of its sums.
@@ -334,36 +343,25 @@ class FusedMoE(nn.Module):
 
 # Models: blocks whose own forward is weft's to replace.
 
-HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, SCALE = 64, 32, 8, 3, 2.5
-
-
-def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return numbers that are equal on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
-
-
-def expert(layer: int, number: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return gate and up, and down, of a logical expert, and their biases."""
-    first, up = 1000 * layer + 10 * number, 2 * INTERMEDIATE
-    weights = drawn((up, HIDDEN), first, dtype), drawn((HIDDEN, INTERMEDIATE), first + 1, dtype)
-    return *weights, drawn((up,), first + 2), drawn((HIDDEN,), first + 3)
+SCALE = 2.5
 
 
 def fill(experts: Any, seed_layer: int | None = None) -> None:
     """Write this rank's experts in place; those with biases interleave gate and up."""
     layer = experts.layer_id if seed_layer is None else seed_layer
-    for local in range(experts.num_local_experts):
-        number = (experts.moe_ep_rank * experts.num_local_experts + local) % EXPERTS
-        wide, narrow, wide_bias, narrow_bias = expert(layer, number, experts.params_dtype)
-        if experts.with_bias:
-            wide, wide_bias = (
-                torch.stack(rows.chunk(2), dim=1).flatten(0, 1) for rows in (wide, wide_bias)
-            )
-            experts.w13_weight_bias[local].copy_(wide_bias)
-            experts.w2_weight_bias[local].copy_(narrow_bias)
-        experts.w13_weight[local].copy_(wide)
-        experts.w2_weight[local].copy_(narrow)
+    first = experts.moe_ep_rank * experts.num_local_experts
+    own = torch.arange(first, first + experts.num_local_experts) % EXPERTS
+    wide, narrow, wide_bias, narrow_bias = (
+        tensor[own] for tensor in expert_weights(layer, experts.params_dtype)
+    )
+    if experts.with_bias:
+        wide, wide_bias = (
+            torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2) for rows in (wide, wide_bias)
+        )
+        experts.w13_weight_bias.copy_(wide_bias)
+        experts.w2_weight_bias.copy_(narrow_bias)
+    experts.w13_weight.copy_(wide)
+    experts.w2_weight.copy_(narrow)
 
 
 def apart(rows: torch.Tensor) -> torch.Tensor:
@@ -376,7 +374,7 @@ class Gate(nn.Module):
 
     def __init__(self, layer: int, dtype: torch.dtype, kind: str = "") -> None:
         super().__init__()
-        self.weight, self.kind = drawn((EXPERTS, HIDDEN), 1000 * layer + 999, dtype), kind
+        self.weight, self.kind = gate_weight(layer).to(dtype), kind
 
     def forward(self, x: torch.Tensor, forward_batch: Any = None) -> Any:
         assert (self.kind == "deepseek") == (forward_batch is not None)

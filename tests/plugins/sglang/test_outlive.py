@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import weft
-from tests.plugins.sglang.server import leave, sglang, tokens
+from tests.plugins.sglang.server import leave, sglang
 from tests.plugins.sglang.test_elastic import replicated
-from tests.plugins.standins import CLOSE, Kept
+from tests.plugins.standins import CLOSE, Kept, tokens
 from weft.errors import SetupError
 from weft.launcher.launch import launch
 from weft.plugins.faults import SETTLE_SECONDS, Watch

@@ -24,11 +24,10 @@ from tests.plugins.sglang.server import (
     launch_cases,
     leave,
     sglang,
-    tokens,
 )
 from tests.plugins.sglang.test_allreduce import refused
 from tests.plugins.sglang.test_elastic import replicated
-from tests.plugins.standins import CLOSE, Kept, error_of, max_relative_difference
+from tests.plugins.standins import CLOSE, Kept, error_of, max_relative_difference, tokens
 from weft.launcher.launch import launch
 from weft.plugins import faults
 from weft.plugins.sglang import engine

@@ -13,19 +13,19 @@ import pytest
 import torch
 
 import weft
-from tests.plugins.standins import CLOSE, Kept, clamped_swiglu, error_of, max_relative_difference
-from tests.plugins.vllm.workers import (
+from tests.plugins.standins import (
+    CLOSE,
     EXPERTS,
     HIDDEN,
-    Worker,
+    Kept,
     alone,
-    config_of,
-    enter,
-    launch_cases,
-    leave,
-    scaled,
+    clamped_swiglu,
+    drawn,
+    error_of,
+    max_relative_difference,
     tokens,
 )
+from tests.plugins.vllm.workers import Worker, config_of, enter, launch_cases, leave
 from weft.gemm import quantize_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
 from weft.launcher.launch import launch
@@ -83,7 +83,7 @@ def serve_gpt_oss(group: weft.Group, far_apart: bool) -> list[float]:
     experts = vllm.GptOssRoutedExperts("experts", config, vllm.GptOssMxfp4Config())
     each = EXPERTS // group.size
     own = slice(group.rank * each, (group.rank + 1) * each)
-    x, chosen = scaled((5, 160), group.rank).bfloat16(), torch.full((5, 3), 0.25)
+    x, chosen = drawn((5, 160), group.rank).bfloat16(), torch.full((5, 3), 0.25)
     ids = torch.arange(15).view(5, 3).remainder(EXPERTS)
 
     def draw(seed: int, *, far_apart: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -91,11 +91,11 @@ def serve_gpt_oss(group: weft.Group, far_apart: bool) -> list[float]:
         whole: dict[str, torch.Tensor] = {}
         packed: dict[str, torch.Tensor] = {}
         for name, rows, columns in (("w13", 192, 160), ("w2", 160, 96)):
-            weights = scaled((EXPERTS, rows, columns), rows + seed)
+            weights = drawn((EXPERTS, rows, columns), rows + seed)
             if far_apart:  # more than the 14 powers that a packed row has
                 weights[:, :, :32] *= 2.0**-20
             values, scales = quantize_mxfp4(weights)
-            biases = scaled((EXPERTS, rows), rows + 1 + seed).bfloat16()
+            biases = drawn((EXPERTS, rows), rows + 1 + seed).bfloat16()
             whole |= {name: dequantize_mxfp4(values, scales), f"{name}_bias": biases.float()}
             packed |= {f"{name}_weight": values, f"{name}_weight_scale": scales}
             packed |= {f"{name}_bias": biases}

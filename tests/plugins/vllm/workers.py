@@ -12,7 +12,13 @@ import torch
 
 import weft
 from tests.plugins.standins import (
-    drawn,
+    EXPERTS,
+    HIDDEN,
+    INTERMEDIATE,
+    TOP_K,
+    alone,
+    expert_weights,
+    gate_weight,
     install_standin,
     launch_each,
     max_relative_difference,
@@ -21,7 +27,6 @@ from tests.plugins.standins import (
 from weft.plugins.vllm import engine, register
 
 RELEASE = "0.32.0"
-EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 3, 128, 128
 SILU = SimpleNamespace(value="silu")
 
 
@@ -64,15 +69,6 @@ def config_of(group: weft.Group | None = None, **other: Any) -> Any:
     return SimpleNamespace(**plain | other)
 
 
-def scaled(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return drawn(shape, seed) / shape[-1] ** 0.5
-
-
-def weights(layer: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = scaled((EXPERTS, 2 * INTERMEDIATE, HIDDEN), 10 * layer)
-    return wide.to(dtype), scaled((EXPERTS, HIDDEN, INTERMEDIATE), 10 * layer + 1).to(dtype)
-
-
 class Worker:
     """One rank's worker: layers of experts, with a residual around each."""
 
@@ -91,7 +87,7 @@ class Worker:
         self.vllm.GroupCoordinator.of_experts = self.vllm.GroupCoordinator(group.process_group())
         self.group, self.dtype, self.redundant = group, dtype, redundant
         self.layers: list[Any] = []
-        self.gates = [gate(layer).to(group.device) for layer in range(layers)]
+        self.gates = [gate_weight(layer).to(group.device) for layer in range(layers)]
         for layer in range(layers):
             physical = EXPERTS + redundant
             counts = {"num_experts": physical, "num_local_experts": physical // group.size}
@@ -114,7 +110,7 @@ class Worker:
         """Return this rank's weights of a layer."""
         each = (EXPERTS + self.redundant) // self.group.size
         part = torch.arange(self.group.rank * each, (self.group.rank + 1) * each) % EXPERTS
-        gate_up, down = (tensor[part] for tensor in weights(layer, self.dtype))
+        gate_up, down = (tensor[part] for tensor in expert_weights(layer, self.dtype)[:2])
         device = self.group.device
         return {"w13_weight": gate_up.to(device), "w2_weight": down.to(device)}
 
@@ -139,7 +135,8 @@ class Worker:
                 experts._ensure_moe_quant_config_init()
                 method = experts.quant_method
                 assert not method.is_monolithic, "the stock experts ran"
-                chosen, ids = logits(x, by).softmax(1).topk(TOP_K)
+                logits = torch.nn.functional.linear(x.float(), by)
+                chosen, ids = logits.softmax(1).topk(TOP_K)
                 ids[1::2] += EXPERTS * (ids[1::2] < self.redundant)
                 ids = ids.to(method.topk_indices_dtype or torch.int32)
                 x = x + experts.forward_modular(x=x, topk_weights=chosen, topk_ids=ids)
@@ -150,31 +147,3 @@ class Worker:
     ) -> float:
         """Return the difference between a forward pass and one process."""
         return max_relative_difference(self.step(x, sizes), alone(x, layers=layers, shift=shift))
-
-
-def gate(layer: int) -> torch.Tensor:
-    return scaled((EXPERTS, HIDDEN), 10 * layer + 2)
-
-
-def logits(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Compute in float32, so that all ranks and devices choose equally."""
-    return torch.nn.functional.linear(x.float(), by)
-
-
-def tokens(count: int, seed: int) -> torch.Tensor:
-    return scaled((count, HIDDEN), 1000 + seed) * 8
-
-
-def alone(
-    x: torch.Tensor, *, real: int | None = None, shift: int = 0, layers: int = 2
-) -> torch.Tensor:
-    """Return what the layers compute from x in one process, in plain torch.
-
-    real: rows from there on have no experts; shift: added to the layer of the weights.
-    """
-    for layer in range(layers):
-        chosen, ids = logits(x, gate(layer)).softmax(1).topk(TOP_K)
-        if real is not None:
-            ids[real:] = -1
-        x = x + weft.reference.moe_layer(x, ids, chosen, *weights(layer + shift, x.dtype))
-    return x
