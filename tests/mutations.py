@@ -209,7 +209,7 @@ GEMM = {
               r"if \(first != 0\) named_barrier[^;]*;", "", **GATED | {"block_m": 160}),
     "dst_addr is read before it is shared":
         _gemm("epilogue.cuh", "share_dst_addrs", r"(= dst_addr;) sync_math_warps\(\);", r"\1",
-              f"misaligned|{WRONG}", epilogue="push"),
+              f"misaligned|{WRONG}", epilogue="push", block_m=128),
     "dst_addr is overwritten while it is read":
         _gemm("epilogue.cuh", "share_dst_addrs", r"sync_math_warps\(\);(?= if constexpr)",
               epilogue="push", block_m=32, k=128),
@@ -255,6 +255,24 @@ GEMM = {
     "a warpgroup without rows releases nothing":
         _gemm("mainloop_fp8.cuh", "mainloop_split",
               r"(wait\(pipeline\.parity\);) release_stage[^;]*;", r"\1", "deadlock", block_m=256),
+    # Wide tiles. Of the last one, the second CTA has no weights.
+    "both CTAs have the same weights":
+        _gemm("tile_scheduler.cuh", "next", r" \+ blockIdx\.x % 2", "", block_m=128),
+    "weights that do not exist are expected":
+        _gemm("loader.cuh", "load_weights", r"tile\.has_weights<S>\(\) \? ([^:]*) : 0", r"\1",
+              "deadlock", block_m=128),
+    "columns of no weights are stored":
+        _gemm("compute.cuh", "compute_split", r"if \(!has_weights\) return;", "", block_m=128),
+    "both blocks of weights are one":
+        _gemm("loader.cuh", "load_wide_weights", r"row / block_n \* apart", "0", block_m=128),
+    "ups are loaded from the next gates":
+        _gemm("loader.cuh", "load_wide_weights", r"S\.gated\(\) \? S\.n / 2 : block_n", "block_n",
+              **GATED | {"block_m": 128}),
+    "the second CTA has the scales of one block":
+        _gemm("loader.cuh", "load", r"two_blocks \? 0 : rank", "rank", block_m=128),
+    "the second CTA skips the rows of the first":
+        _gemm("tile_scheduler.cuh", "first_row_of", r"is_split<S>\(\) \? ([^:]*) : 0", r"\1",
+              block_m=128),
     # Two k blocks in a stage.
     "the second k block is added before it is complete":
         _paired("mainloop_paired", r"two\.template promote<0>(\(sum\);)",

@@ -72,16 +72,19 @@ WEFT_FN void compute_normal(const GemmArgs& a, GemmShared<S>& smem, const Operan
     }
 }
 
-// after_split: the previous tile was split, so each warp has used only its own staging memory.
+// Computes a split or wide tile. after_split: so was the previous one, and each warp has used only
+// its own staging memory.
 template <GemmShape S>
 WEFT_FN void compute_split(const GemmArgs& a, GemmShared<S>& smem, const Operands<S>& operands,
                            PipelineState<S.stages>& pipeline, const Tile& tile, u32 rank,
                            bool after_split) {
     float sum[2][normal_sums] = {};
     const u64 dst_addr = load_dst_addr<S>(a, tile);
-    const u32 first_row = rank * normal_m;
+    const u32 first_row = tile.first_row_of<S>(rank);
     const bool has_rows = tile.valid_m > first_row + math_warpgroup() * (normal_m / 2);
-    mainloop_split<S>(smem, pipeline, operands, rank, has_rows, sum);
+    const bool has_weights = tile.has_weights<S>();
+    mainloop_split<S>(smem, pipeline, operands, rank, has_rows && has_weights, sum);
+    if (!has_weights) return;
     if constexpr (S.epilogue == Epilogue::push)
         share_dst_addrs(smem, tile, dst_addr);
     else if (!after_split)
@@ -105,6 +108,10 @@ WEFT_FN void compute_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u3
     u32 exchanges = 0;        // number of amax exchanges with the other CTA so far
     bool after_split = true;  // as before the first tile: no warp has used another's staging memory
     while (scheduler.next(tile)) {
+        if constexpr (S.has_wide_n()) {
+            compute_split<S>(a, smem, operands, pipeline, tile, rank, true);
+            continue;
+        }
         if constexpr (S.has_split_m()) {
             if (tile.is_split<S>()) {
                 compute_split<S>(a, smem, operands, pipeline, tile, rank, after_split);

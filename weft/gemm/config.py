@@ -44,13 +44,17 @@ SHARED_BYTES = (227 * 1024, 113 * 1024, 75 * 1024)  # per CTA, with one, two and
 # With one expert, tiles of 128 rows are faster than 160, and 64 or 128 faster than 96, at any
 # number of rows; tiles of 256 take 1 % less time from 4096 rows on (one H200, 2026-11-21).
 ONE_EXPERT_BLOCK_MS = (128, 64, 32)
-# Maximum mean for which a block_m is fastest, for 32 experts in FP8 with random numbers of rows.
-# Other values of block_m are limited by the number of rows that nearly no expert exceeds.
-# (At 144, 160 takes 6 to 10 % less time than 256; at 192, 7 to 17 % more. One H200, 2026-11-28.)
-FP8_MAX_MEAN = {128: 120, 160: 144}
+# Maximum mean for which a block_m is fastest in FP8 with random numbers of rows, also where wide
+# tiles fill their rounds. Other values of block_m are limited by the number of rows that nearly no
+# expert exceeds. (At 48, wide tiles of 128 take 1 to 9 % less time than 64 or 96, and at 112 4 to
+# 10 % less than 160. At 124, 160 takes up to 5 % less than 128, and at 144 6 to 10 % less than 256.
+# Where wide tiles do not fill their rounds, 96 takes 2 to 10 % less at 64. One H200, 2026-11-28.)
+FP8_MAX_MEAN = {128: 104, 160: 144}
+FP8_WIDE_MAX_MEAN = {64: 32, 96: 32, 128: 120, 160: 144}
 COARSE_ROWS = 768  # from this mean on, a plan changes only at multiples of 64 rows
 ONE_EXPERT_M_BLOCKS = 4  # target of GemmPlan, so that one expert fills many SMs
-FULL_CLUSTERS = 60  # clusters that nearly fill a GPU of 132 SMs
+CLUSTERS = 66  # of a GPU of 132 SMs
+FULL_CLUSTERS = 60  # clusters that nearly fill it
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +248,10 @@ class WgmmaPlan:
             return 1
         return next((n for m, n in MXFP4_CTAS.items() if self.block_m <= m), 1)
 
+    def has_wide_n(self, experts: int, operand: str = "fp8") -> bool:
+        """Return whether a tile has 512 weight rows instead of 256."""
+        return operand == "fp8" and self.block_m == NORMAL_M and experts > 1
+
     def stages(self, experts: int, operand: str = "fp8") -> int:
         """Return the number of pipeline stages that fit next to the epilogue's buffers.
 
@@ -254,6 +262,8 @@ class WgmmaPlan:
         reserved = 10 * 1024 + 512 + 16 * experts + 28 * m  # GemmShared
         scales = 8 * m if operand in ("fp8", "mxfp4") else 0
         weights, max_stages = 128 * BLOCK_N, MAX_STAGES
+        if self.has_wide_n(experts, operand):
+            weights *= 2
         if operand == "mxfp4":
             weights, max_stages = UNIT_PAIR_BYTES, MXFP4_MAX_STAGES
         shared = SHARED_BYTES[self.ctas_per_sm(operand) - 1]
@@ -353,7 +363,9 @@ def fastest_plan(
         return WgmmaPlan(_select_one_expert_block_m(rows, -(-n // CLUSTER_N)))
     # Nearly all experts have fewer rows than this (three deviations above the mean).
     max_rows = rows + 3 * math.sqrt(rows)
-    max_mean = FP8_MAX_MEAN if dtype == FP8 else {}
+    max_mean = {}
+    if dtype == FP8:
+        max_mean = FP8_WIDE_MAX_MEAN if _wide_tiles_fill_rounds(experts, n) else FP8_MAX_MEAN
     heights = {FP8: FP8_BLOCK_MS, MXFP4: MXFP4_BLOCK_MS}.get(dtype, BLOCK_MS)
     for block_m in heights:
         if rows <= max_mean[block_m] if block_m in max_mean else max_rows <= block_m:
@@ -401,6 +413,17 @@ def is_hopper(device: torch.device | None) -> bool:
     if device is None or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _wide_tiles_fill_rounds(experts: int, n: int) -> bool:
+    """Whether clusters are as busy with tiles of 512 weight rows as with twice as many of 256.
+
+    Rounds of tiles that are not full cost more than wide tiles gain. (16 experts of 3072 x 4096,
+    1.5 rounds of 96 tiles: 13 % more time at 32 rows. One H200, 2026-11-28.)
+    """
+    tiles = experts * -(-n // (2 * CLUSTER_N))
+    narrow_tiles = experts * -(-n // CLUSTER_N)
+    return 2 * -(-tiles // CLUSTERS) <= 1.1 * -(-narrow_tiles // CLUSTERS)
 
 
 def _select_one_expert_block_m(rows: int, n_blocks: int) -> int:

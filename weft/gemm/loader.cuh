@@ -34,11 +34,26 @@ WEFT_FN void load_weight_box(u8* to, const TensorMap& map, u32 x, u32 y, Mbarrie
         tma_load_2d(to, map, x, y, full, hint);
 }
 
+// Loads a k block of 256 weight rows: of both blocks, which are gate and up if the kernel gates.
+template <GemmShape S>
+WEFT_FN void load_wide_weights(const GemmArgs& a, u8* to, const Tile& tile, u32 k_block,
+                               Mbarrier& full, u64 hint) {
+    constexpr u32 apart = S.gated() ? S.n / 2 : block_n;  // from the first block to the second
+    constexpr u32 box = S.gated() ? gated_block_n : block_n;
+    if (!tile.has_weights<S>()) return;
+    const u32 first = tile.expert * S.n + tile.n_block * (S.gated() ? block_n : cluster_n);
+#pragma unroll
+    for (u32 row = 0; row < cluster_n; row += box)
+        tma_load_2d(to + row * block_k_bytes, a.weights_map, k_block * block_k_bytes,
+                    first + row / block_n * apart + row % block_n, full, hint);
+}
+
 // Loads a k block of this CTA's weights, for both CTAs if the tile is split.
 template <GemmShape S>
 WEFT_FN void load_weight_tile(const GemmArgs& a, u8* to, const Tile& tile, u32 rank, u32 k_block,
                               Mbarrier& full, u64 hint) {
     const u32 x = k_block * block_k_bytes, expert_row = tile.expert * S.n;
+    if constexpr (S.has_wide_n()) return load_wide_weights<S>(a, to, tile, k_block, full, hint);
     const bool split = tile.is_split<S>();
     u8* const own_tile = to + (split ? rank * weight_tile_bytes : 0);
     if constexpr (S.gated() && !S.is_fp8()) {
@@ -70,7 +85,8 @@ WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32
     Mbarrier& full = smem.full[stage];
     if constexpr (S.is_mxfp4()) return load_units<S>(a, to, tile, rank, k, full, hint);
     const u32 k_blocks = tile.k_blocks_of_stage<S>(k);
-    full.arrive_expect_tx(k_blocks * (weight_tile_bytes + tile.m * block_k_bytes));
+    const u32 weight_bytes = tile.has_weights<S>() ? S.weight_bytes() : 0;
+    full.arrive_expect_tx(k_blocks * (weight_bytes + tile.m * block_k_bytes));
     for (u32 i = 0; i < k_blocks; ++i)
         load_weight_tile<S>(a, to + i * S.half_stage_bytes(), tile, rank, k + i, full, hint);
 }
@@ -193,18 +209,18 @@ template <GemmShape S, u32 most> struct ScaleRegisters {
         constexpr bool whole = k_blocks % ahead == 0;
         const bool aligned =
             reinterpret_cast<u64>(a.row_scales) % 16 == 0 && a.row_scale_stride % 4 == 0;
-        const bool split = tile.is_split<S>();
+        const bool two_blocks = tile.has_two_blocks<S>();
         const u32 block = tile.expert * (S.n / scale_block) +
-                          (S.gated() ? tile.n_block : tile.n_block * 2 + (split ? 0 : rank));
-        // The distance from gate to up, or to the second block of a split tile.
-        const u32 step = S.gated() ? S.n / 2 / scale_block : split ? 1 : 0;
+                          (S.gated() ? tile.n_block : tile.n_block * 2 + (two_blocks ? 0 : rank));
+        // The distance from gate to up, or to the second block.
+        const u32 step = S.gated() ? S.n / 2 / scale_block : two_blocks ? 1 : 0;
         const float* const at = a.weight_scales + u64(block) * k_blocks + k;
-        if constexpr (S.is_fp8())
+        if (S.is_fp8() && tile.has_weights<S>())
 #pragma unroll
             for (u32 i = 0; i < S.scales_of_row(); ++i)
                 load_scale_vector(weights[i], at + i * step * k_blocks, 1, k_blocks - k,
                                   whole && reinterpret_cast<u64>(a.weight_scales) % 16 == 0);
-        const u32 first = split ? rank * normal_m : 0;
+        const u32 first = tile.first_row_of<S>(rank);
 #pragma unroll
         for (u32 i = 0; i < rows_per_lane; ++i) {
             const u32 r = tile.first_row + min(first + row_of(i), tile.valid_m - 1);

@@ -18,7 +18,8 @@
 // Split, for tiles of 256 rows by 256 weight rows: each CTA of the cluster has 128 rows and all
 // weights, of which each CTA loads half for both. A thread has the sums of two blocks of 128 weight
 // rows, each as in a normal tile. A warp has all columns of its rows, so quantisation needs no
-// exchange.
+// exchange. A wide tile of up to 128 rows by 512 weight rows is the same to a CTA: it has all rows
+// and 256 weight rows.
 #pragma once
 #include <weft/gemm/math_warps.cuh>
 #include <weft/gemm/pipeline.cuh>

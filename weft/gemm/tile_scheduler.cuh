@@ -14,7 +14,8 @@
 
 namespace weft {
 
-// One tile of a cluster: rows of one expert by 256 weight rows (128 columns of a gated result).
+// One tile of a cluster: rows of one expert by 256 weight rows (128 columns of a gated result). In
+// kernels with wide tiles, a CTA's half of one: the CTAs have the same rows.
 struct Tile {
     u32 expert, n_block, first_row;
     u32 valid_m, m;  // rows without and with padding
@@ -22,6 +23,19 @@ struct Tile {
     // Whether each CTA has half of the rows and all weights of the tile. In other tiles, each CTA
     // has all rows and half of the weights.
     template <GemmShape S> WEFT_FN bool is_split() const { return S.has_split_m() && m == split_m; }
+
+    // Whether this CTA has 256 weight rows.
+    template <GemmShape S> WEFT_FN bool has_two_blocks() const {
+        return S.has_wide_n() || is_split<S>();
+    }
+    // Whether this CTA has weight rows: of the last wide tile, the second CTA may have none.
+    template <GemmShape S> WEFT_FN bool has_weights() const {
+        return !S.has_wide_n() || n_block < S.n / cluster_n;
+    }
+    // The first row of the tile that this CTA multiplies.
+    template <GemmShape S> WEFT_FN u32 first_row_of(u32 rank) const {
+        return is_split<S>() ? rank * normal_m : 0;
+    }
 
     // Whether two k blocks share a stage.
     template <GemmShape S> WEFT_FN bool is_paired() const {
@@ -132,6 +146,7 @@ template <GemmShape S> struct TileScheduler {
         const u32 offset = tile_idx - before * n_blocks, m_block = offset % m_blocks;
         tile.expert = smem.expert_order[position];
         tile.n_block = offset / m_blocks;
+        if constexpr (S.has_wide_n()) tile.n_block = tile.n_block * 2 + blockIdx.x % 2;
         const u32 count = smem.counts[tile.expert];
         const u32 full_m = S.is_fp8()
                                ? S.full_m()
