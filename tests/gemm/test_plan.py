@@ -86,6 +86,13 @@ def test_on_hopper_most_experts_are_one_tile(rows: int, monkeypatch: pytest.Monk
     assert best.block_m == 32 or best.block_m <= 3 * (rows + 3 * rows**0.5)
 
 
+def test_wide_tiles_are_chosen_where_they_fill_rounds_of_clusters(monkeypatch: pytest.MonkeyPatch):
+    device = hopper(monkeypatch)
+    # 256 and 64 tiles of 512 weight rows are 3.9 and 1 rounds of 66 clusters; 96 are 1.5 rounds.
+    for experts, n, block_m in ((32, 4096, 128), (8, 4096, 128), (16, 3072, 96), (32, 1536, 96)):
+        assert fastest_plan(experts, 64, n, 4096, FP8, device=device) == WgmmaPlan(block_m)
+
+
 def test_one_expert_fills_the_gpu(monkeypatch: pytest.MonkeyPatch):
     device = hopper(monkeypatch)
     for rows in (1, 64, 128, 256, 512):
