@@ -29,11 +29,14 @@ from weft.plugins.sglang.hooks import check_applied, create_server_terminator
 from weft.plugins.sglang.weights import build_layer, check_experts
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def sglang() -> Iterator[Any]:
     """Install the stand-in, without weft's hooks unless `enter` runs."""
     yield install_standin("sglang", RELEASE)
     leave()
+
+
+FP8, U8, BF16 = torch.float8_e4m3fn, torch.uint8, torch.bfloat16
 
 
 def resolved_view(args: Any) -> Any:
@@ -194,32 +197,25 @@ def test_decode_tokens_are_those_of_graphs_that_are_captured(sglang: Any) -> Non
 
 
 def fused(dtype: torch.dtype = torch.bfloat16, **other: Any) -> Any:
-    """Return a layer of experts as SGLang loads it: 4 of 8, hidden 256, intermediate 128."""
-    config = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False}
-    config |= dict.fromkeys(("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit"))
-    config |= {"routed_scaling_factor": 2.5, "gate_up_interleaved": True}
-    triton = SimpleNamespace(is_triton=lambda: True, value="triton")
-    layer = SimpleNamespace(
-        **{"layer_id": 7, "num_experts": 8, "num_local_experts": 4, "moe_ep_size": 2},
-        **{"moe_ep_rank": 1, "moe_tp_size": 1, "top_k": 3, "hidden_size": 256},
-        **{"intermediate_size_per_partition": 128, "params_dtype": torch.bfloat16},
-        **{"should_fuse_routed_scaling_factor_in_topk": False, "num_fused_shared_experts": 0},
-        **{"with_bias": False, "moe_runner_config": SimpleNamespace(**config)},
-        quant_method=SimpleNamespace(runner=SimpleNamespace(runner_backend=triton)),
-        w13_weight=torch.zeros(4, 256, 256, dtype=dtype),
-        w2_weight=torch.zeros(4, 256, 128, dtype=dtype),
-    )
-    if dtype == torch.float8_e4m3fn:
-        layer.w13_weight_scale_inv = torch.ones(4, 2, 2)
-        layer.w2_weight_scale_inv = torch.ones(4, 2, 1)
-    if dtype == torch.uint8:  # MXFP4
-        for name, rows, columns in (("w13", 256, 256), ("w2", 256, 128)):
-            values, scales = quantize_mxfp4(torch.randn(4, rows, columns))
-            setattr(layer, f"{name}_weight", torch.nn.Parameter(values, requires_grad=False))
-            setattr(layer, f"{name}_weight_scale", torch.nn.Parameter(scales, requires_grad=False))
-    for name, value in other.items():
+    """Return a layer of 4 of 8 experts as SGLang loads it: hidden and intermediate size 128."""
+    standin = install_standin("sglang", RELEASE)
+    standin.STATE.parallel.moe_ep_size, standin.STATE.parallel.moe_ep_rank = 2, 1
+    layer = standin.FusedMoE(7, torch.bfloat16, 2.5, False)
+    changes: dict[str, Any] = {}
+    for name, rows in (("w13", 256), ("w2", 128)):
+        changes[f"{name}_weight"] = torch.zeros(4, rows, 128, dtype=dtype)
+        if dtype == FP8:
+            changes[f"{name}_weight_scale_inv"] = torch.ones(4, rows // 128, 1)
+        if dtype == U8:  # MXFP4
+            packed = quantize_mxfp4(torch.randn(4, rows, 128))
+            values, scales = (torch.nn.Parameter(each, requires_grad=False) for each in packed)
+            changes |= {f"{name}_weight": values, f"{name}_weight_scale": scales}
+    for name, value in (changes | other).items():
         owner, _, field = name.replace("config__", "moe_runner_config__").rpartition("__")
-        setattr(getattr(layer, owner) if owner else layer, field, value)
+        target = getattr(layer, owner) if owner else layer
+        if hasattr(target, field):
+            delattr(target, field)  # a parameter accepts only parameters
+        setattr(target, field, value)
     return layer
 
 
@@ -249,7 +245,6 @@ def test_mxfp4_is_left_as_loaded_and_packed() -> None:
     for kind in (BlockDispatcher, ExchangeDispatcher):
         layer.dispatcher = kind(7)
         models.keep_mxfp4_layout(lambda *inputs: changed.append(inputs), "method", layer)
-    leave()
     assert changed == [("method", layer)]
     check_experts(layer, form="block")
     expected = dequantize_mxfp4(layer.w13_weight, layer.w13_weight_scale)
@@ -279,12 +274,10 @@ def test_supported_activations() -> None:
         assert build_layer(layer).interleaved == interleaved
 
 
-FP8, U8 = torch.float8_e4m3fn, torch.uint8
 RUNNER = SimpleNamespace(runner_backend=SimpleNamespace(is_triton=lambda: False, value="deep_gemm"))
 BIAS = {"w13_weight_bias": torch.zeros(4, 256), "w2_weight_bias": torch.zeros(4)}
-TURNED = torch.zeros(4, 128, 256, dtype=torch.bfloat16)
+TURNED = torch.zeros(4, 128, 128, dtype=torch.bfloat16)
 UE8M0 = SimpleNamespace(format_ue8m0=True)
-BF16 = torch.bfloat16
 REFUSED: list[tuple[torch.dtype, dict[str, Any], str]] = [
     (BF16, {"num_fused_shared_experts": 1}, "--disable-shared-experts-fusion"),
     (BF16, {"moe_tp_size": 2}, "moe_tp_size is 2; weft supports 1"),
@@ -294,12 +287,12 @@ REFUSED: list[tuple[torch.dtype, dict[str, Any], str]] = [
     (BF16, {"config__swiglu_limit": 10, "config__gemm1_alpha": 1.702},
      "swiglu_limit is 10; weft supports None"),
     (BF16, {"config__gemm1_beta": 2.0}, "gemm1_beta is 2.0; weft supports 1"),
-    (BF16, {"with_bias": True, **BIAS}, r"bias is \[4\] torch.float32; weft supports \[4, 256\]"),
+    (BF16, {"with_bias": True, **BIAS}, r"bias is \[4\] torch.float32; weft supports \[4, 128\]"),
     (U8, {"params_dtype": torch.float32}, "weft supports bfloat16 and float16 for MXFP4"),
     (U8, {"intermediate_size_per_partition": 256},
-     r"w13_weight is \[4, 256, 128\] for intermediate 256 and hidden 256; weft supports"),
-    (U8, {"w13_weight_scale": torch.ones(4, 256, 8)},
-     r"_scale is \[4, 256, 8\] torch.float32; weft supports \[4, 256, 8\] torch.uint8"),
+     r"w13_weight is \[4, 256, 64\] for intermediate 256 and hidden 128; weft supports"),
+    (U8, {"w13_weight_scale": torch.ones(4, 256, 4)},
+     r"_scale is \[4, 256, 4\] torch.float32; weft supports \[4, 256, 4\] torch.uint8"),
     (BF16, {"quant_method__load_up_proj_weight_first": True}, "the up projection first"),
     (BF16, {"quant_method__runner": RUNNER}, "the runner is 'deep_gemm', whose weight layout may"),
     (BF16, {"quant_method": SimpleNamespace()}, "the runner is unknown"),
@@ -308,10 +301,10 @@ REFUSED: list[tuple[torch.dtype, dict[str, Any], str]] = [
     (BF16, {"w2_weight_scale": torch.ones(1)}, "w2_weight is torch.bfloat16 with sc"),
     (FP8, {"w13_weight_scale_inv": None}, "weft supports a float32 scale per block of 128 x 128"),
     (FP8, {"w2_weight_scale_inv": torch.ones(4, 256, 1)},
-     r"_inv is \[4, 256, 1\] torch.float32; weft supports \[4, 2, 1\]"),
+     r"_inv is \[4, 256, 1\] torch.float32; weft supports \[4, 1, 1\]"),
     (FP8, {"w13_weight_scale_inv": UE8M0}, "w13_weight_scale_inv has format_ue8m0"),
     (FP8, {"intermediate_size_per_partition": 96},
-     r"w13_weight is \[4, 192, 256\]; in FP8, weft supports multiples of 128"),
+     r"w13_weight is \[4, 192, 128\]; in FP8, weft supports multiples of 128"),
 ]  # fmt: skip
 
 
