@@ -90,7 +90,7 @@ def test_rows_know_floor_and_other_libraries():
     assert [row.baselines for row in rows] == [{}] * 5 + [{"Loom 0.8": 52.0}]
 
 
-def test_table_json_and_picture(tmp_path):
+def test_table_json_and_picture(tmp_path, capsys):
     case = replace(H200, quantize="fp8")
     report = replace(_report(case, "NVIDIA H200"), skipped=["onesided, 9 tokens: too odd"])
     text = io.StringIO()
@@ -116,8 +116,12 @@ def test_table_json_and_picture(tmp_path):
     plot(picture, rows, case.describe(), report.machine)
     for piece in ("weft, onesided", "Loom 0.8", "floor"):
         assert piece in picture.read_text(), piece
+    with pytest.raises(InvalidArgument, match="cannot write the plot"):
+        plot(tmp_path / "pair.nope", rows, case.describe(), report.machine)
     with pytest.raises(InvalidArgument, match="cannot write"):
         write_json(tmp_path, {})
+    write_json(Path("-"), {"a": 1})
+    assert json.loads(capsys.readouterr().out) == {"a": 1}
 
 
 def test_the_commit_is_of_the_checkout_that_holds_the_package(tmp_path, monkeypatch):

@@ -157,6 +157,25 @@ def test_parts_of_0_5_17(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         }
 
 
+REFUSED_FLAGS: list[tuple[dict[str, Any], str]] = [
+    ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: remove"),
+    ({"enable_torch_compile": True}, "--enable-torch-compile: remove these flags"),
+    ({"enable_pdmux": True}, "--enable-pdmux: remove these flags"),
+    ({"elastic_ep_backend": "mooncake"}, "--elastic-ep-backend mooncake: remove these flags"),
+    ({"attn_cp_size": 2}, "--attn-cp-size: remove these flags"),
+    ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode: remove"),
+    ({"enable_lora": True}, "--lora-target-modules is not given: pass"),
+    ({"enable_lora": True, "lora_target_modules": {"q_proj", "gate_up_proj"}},
+     "--lora-target-modules is gate_up_proj q_proj: pass a subset of fused_qkv_a_proj_with_mqa"),
+]  # fmt: skip
+
+
+def test_unsupported_flags_are_refused(sglang: Any) -> None:
+    for changes, text in REFUSED_FLAGS:
+        with pytest.raises(InvalidArgument, match=text):
+            flags.check_server(sglang.make_args(**changes))
+
+
 def test_a_hook_that_sglang_could_not_apply_is_an_error(sglang: Any) -> None:
     """SGLang only logs it, and would serve its own layers."""
     enter()

@@ -129,7 +129,7 @@ def test_a_server_that_does_not_recover_is_ended() -> None:
         assert any("and the other ranks have 0.5 s to recover" in line for line in lines)
 
 
-def kill_and_wait(group: weft.Group) -> list[str]:
+def outlast(group: weft.Group) -> list[str]:
     """Rank 1 is killed; the engine ends this rank before the server gives up."""
     kept = Kept()
     watch = Watch(group, end_server=lambda: None)
@@ -146,8 +146,7 @@ def kill_and_wait(group: weft.Group) -> list[str]:
 
 def lose_parent(group: weft.Group) -> list[str]:
     """vLLM's EngineCore is killed while its worker, which is the rank, still runs."""
-    kept = Kept()
-    watch = Watch(group, end_server=lambda: None)
+    kept, watch = Kept(), Watch(group, end_server=lambda: None)
     watch._parent = 1 << 30
     watch._thread.join(10)
     return kept.lines
@@ -155,6 +154,6 @@ def lose_parent(group: weft.Group) -> list[str]:
 
 def test_the_process_that_ended_first_is_named_at_once() -> None:
     """vLLM ends all engine cores as soon as one has died, and does not name it."""
-    assert run(kill_and_wait, ranks=2)[0] == ["rank 0 of 2: the process of rank 1 has ended"]
+    assert run(outlast, ranks=2)[0] == ["rank 0 of 2: the process of rank 1 has ended"]
     ((line,),) = launch(lose_parent, ranks=1, device="threads")
     assert f"process {1 << 30}, which started this rank, has ended" in line
