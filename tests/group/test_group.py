@@ -306,9 +306,7 @@ FAILURES: dict[str, tuple[Any, Exception, str]] = {
 
 @pytest.mark.parametrize("what", FAILURES)
 @on_ranks(2, "cpu")
-def test_a_rank_that_cannot_watch_raises_and_keeps_no_descriptor(
-    group: weft.Group, what: str
-) -> None:
+def test_a_rank_that_cannot_watch_raises_and_keeps_no_descriptor(group, what):
     process_group = group.process_group()
     # The kernel closes high descriptors first: the pipe of a killed rank ends at once.
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

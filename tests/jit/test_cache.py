@@ -89,9 +89,7 @@ def test_an_entry_is_built_once_described_and_private(cache: Cache) -> None:
     assert {path.stat().st_mode & 0o777 for path in cache.path.iterdir()} == {0o600}
 
 
-def test_a_reader_sees_all_of_an_entry_or_nothing(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_sees_all_of_an_entry_or_nothing(cache, monkeypatch):
     """After everything is written and before the rename, there is no entry."""
     seen: list[tuple[list[str], list[str]]] = []
     sync = os.fsync
@@ -189,9 +187,7 @@ def test_clear_under_a_builder_keeps_what_it_builds(cache: Cache) -> None:
         *(("top", mode) for mode in (0o770, 0o703)),
     ],
 )
-def test_a_directory_that_others_may_write_is_refused(
-    tmp_path: Path, parts: str, mode: int
-) -> None:
+def test_a_directory_that_others_may_write_is_refused(tmp_path, parts, mode):
     cache, place = Cache(tmp_path / "top" / "cache"), tmp_path / parts
     place.chmod(mode)
     fix = f"chmod go-w {place}" if parts == "top" else "expected 0700: chmod 700"
@@ -202,9 +198,7 @@ def test_a_directory_that_others_may_write_is_refused(
         assert store(cache) == b"code"
 
 
-def test_directories_of_another_user_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_of_another_user_are_refused(tmp_path, monkeypatch):
     own = os.geteuid()
     if own == 0:
         cache = Cache(tmp_path / "top" / "cache")
@@ -284,9 +278,7 @@ BAD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_entry_is_built_again(
-    cache: Cache, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_entry_is_built_again(cache, name, caplog):
     if name == "another owner" and os.geteuid() != 0:
         pytest.skip("gives files to another user")
     store(cache)

@@ -133,9 +133,7 @@ def test_kernels_compile_without_a_gpu(cache: Cache, arch: str) -> None:
 
 
 @BOTH
-def test_second_compile_comes_from_the_cache(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch, compiler: Compiler
-) -> None:
+def test_second_compile_comes_from_the_cache(cache, monkeypatch, compiler):
     first = compiler.compile(cache)
     build = Mock(side_effect=AssertionError("compiled again"))
     monkeypatch.setattr(compiler.module, compiler.build, build)
@@ -186,9 +184,7 @@ def test_options_of_kernels(cache: Cache, tmp_path: Path) -> None:
         ((0, 12, 6), r"NVRTC 12\.6 is too old.*12\.8 or newer"),
     ],
 )
-def test_absent_or_old_nvrtc_is_explained(
-    cache: Cache, answer: Any, text: str, monkeypatch: pytest.MonkeyPatch, fresh_memory: None
-) -> None:
+def test_absent_or_old_nvrtc_is_explained(cache, answer, text, monkeypatch, fresh_memory):
     ask = Mock(side_effect=[answer])
     binding = Mock(side_effect=answer) if isinstance(answer, ImportError) else Mock()
     binding.return_value.nvrtcVersion = ask
@@ -198,9 +194,7 @@ def test_absent_or_old_nvrtc_is_explained(
 
 @needs_compiler
 @pytest.mark.parametrize("cpu", ["some cpu", None])
-def test_native_code_only_where_the_cpu_is_known(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch, cpu: str | None
-) -> None:
+def test_native_code_only_where_the_cpu_is_known(cache, monkeypatch, cpu):
     build = Mock(return_value=b"")
     monkeypatch.setattr(host, "_build", build)
     monkeypatch.setattr(host, "cpu_identity", lambda: cpu)
@@ -209,9 +203,7 @@ def test_native_code_only_where_the_cpu_is_known(
 
 
 @needs_compiler
-def test_build_and_load_failures_are_explained(
-    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_and_load_failures_are_explained(cache, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CDLL", Mock(side_effect=OSError("failed to map segment")))
         words = "cannot be loaded from memory.*memfd"
@@ -238,9 +230,7 @@ def test_cut_library_is_compiled_again(cache: Cache, size: int) -> None:
     assert add(cache, code).add(1, 1) == 1002 + size
 
 
-def test_a_compiler_is_found_or_its_absence_explained(
-    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_memory: None
-) -> None:
+def test_a_compiler_is_found_or_its_absence_explained(cache, tmp_path, monkeypatch, fresh_memory):
     def program(name: str, text: str = "") -> str:
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
         (tmp_path / name).chmod(0o700)

@@ -124,9 +124,7 @@ def test_unload_is_idempotent_and_final(fake: Driver) -> None:
             use("fill")
 
 
-def test_code_that_cannot_be_loaded_is_explained(
-    fake: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_cannot_be_loaded_is_explained(fake, monkeypatch):
     def refuses(words: str) -> None:
         with pytest.raises(DriverError, match=words):
             CudaModule(b"cubin", name="code")

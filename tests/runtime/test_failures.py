@@ -90,9 +90,7 @@ def test_delays_at_every_point_change_no_byte(group: weft.Group, name: str) -> N
 
 @pytest.mark.parametrize("name", ["pull", "receiver", "oneshot"])
 @on_ranks(3, "cpu", "cuda")
-def test_a_late_rank_is_waited_for_and_the_first_round_has_a_deadline(
-    group: weft.Group, name: str
-) -> None:
+def test_a_late_rank_is_waited_for_and_the_first_round_has_a_deadline(group, name):
     kind, points = ABSENT[name]
     with kind.open(group, faults=True) as op:
         op.round()  # a GPU loads torch's kernels at their first call, which takes long

@@ -77,9 +77,7 @@ def lose_one_by_one(
 
 @pytest.mark.parametrize(("name", "phase"), DEATHS)
 @on_ranks(4, "cpu", dies=ORDER)
-def test_survivors_continue_after_a_death_in_any_phase(
-    group: weft.Group, name: str, phase: str
-) -> None:
+def test_survivors_continue_after_a_death_in_any_phase(group, name, phase):
     lose_one_by_one(group, name, PHASES[phase])
 
 
@@ -91,9 +89,7 @@ def library(name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EMULATED)
 @on_ranks(4, "cpu", dies=ORDER[:2])
-def test_kernels_continue_without_reading_the_dead(
-    group: weft.Group, name: str, library: str
-) -> None:
+def test_kernels_continue_without_reading_the_dead(group, name, library):
     lose_one_by_one(group, name, (None, None), library)
 
 

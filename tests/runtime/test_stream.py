@@ -31,9 +31,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-def test_kernels_are_loaded_in_relaxed_mode_and_never_into_a_graph(
-    fake: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_loaded_in_relaxed_mode_and_never_into_a_graph(fake, monkeypatch):
     with stream.loading_context(GPU):
         assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_RELAXED
     assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
