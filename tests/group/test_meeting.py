@@ -13,6 +13,7 @@ import pytest
 
 from tests.baseline import open_files
 from tests.group.meetings import LONG, SOON, all_ranks, answer, connect, gather, make_hello
+from weft import logs
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.group import liveness
 from weft.group import meeting as module
@@ -66,10 +67,14 @@ def test_mismatched_ranks_all_get_the_reason(meeting, changes, text):
     assert isinstance(member, RendezvousFailed)
 
 
-def test_missing_ranks_are_named_at_the_deadline_and_a_late_one_is_told_at_once(meeting):
+def test_missing_ranks_are_named_at_the_deadline_and_a_late_one_is_told_at_once(
+    meeting, caplog, monkeypatch
+):
+    monkeypatch.setattr(logs, "FIRST_LOG_SECONDS", 0.1)
     started = time.monotonic()
     for error in all_ranks(*(lambda r=r: gather(meeting, r, 4, 0.3) for r in (0, 2))):
         assert "rank 1, 3 of 4 did not connect" in str(error)
+    assert "in the meeting for rank 1, 3 of 4 to join" in caplog.text
     assert not has_listener(meeting)
     assert "the meeting is over" in str(gather(meeting, 1, timeout=30.0))
     assert time.monotonic() - started < 18.0

@@ -269,14 +269,12 @@ def test_a_survivor_that_times_out_still_admits_the_process(group):
     end_well(process, 1)
 
 
-class Interrupted(Exception):
-    """Stands for an exception of a signal handler."""
-
-
 def interrupts(call):
+    """Return the same function, which a signal handler interrupts at its end."""
+
     def interrupted(*args):
         call(*args)
-        raise Interrupted
+        raise KeyboardInterrupt
 
     return interrupted
 
@@ -293,7 +291,7 @@ def test_an_interrupted_survivor_continues_without_a_leak(group, where):
         place: Any = operator if where == "quiesce" else group._messages.control
         patch.setattr(place, where, interrupts(getattr(place, where)))
     start_may_take_long()
-    with pytest.raises(Interrupted if group.rank == 1 else errors.RendezvousFailed):
+    with pytest.raises(KeyboardInterrupt if group.rank == 1 else errors.RendezvousFailed):
         group.replace(meeting, timeout=2.0)
     patch.undo()
     end_well(process, -9)

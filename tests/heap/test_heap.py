@@ -316,14 +316,6 @@ def test_a_process_may_end_without_closing_anything():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@on_ranks(2, "threads")
-def test_generations_are_equal_on_all_ranks(group):
-    heaps = [Heap.create(group, 64) for _ in range(3)]
-    assert [heap.generation for heap in heaps] == [1, 2, 3]
-    for heap in heaps:
-        heap.close()
-
-
 FAILED = "^creating a heap failed on rank 1 of 2: InvalidArgument: "
 
 

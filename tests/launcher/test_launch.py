@@ -4,7 +4,6 @@
 import glob
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from weft.launcher import processes
 from weft.launcher.launch import launch
 from weft.launcher.reports import Report, build_launch_error
 
-ROOT = Path(__file__).parents[2]
 DEVICES = ("threads", "cpu")
 BOTH = pytest.mark.parametrize("device", DEVICES)
 
@@ -117,54 +115,48 @@ ERRORS = {
 }
 
 
-def fail(group, kind):
+def misbehave(group, how):
+    """Let rank 1 fail in one way, while the others wait for it."""
     group.barrier()
-    if group.rank == 1:
-        raise ERRORS[kind]
-    group.barrier()  # ends because rank 1 goes
+    if group.rank == 1 and how != "return":
+        if how in ERRORS:
+            raise ERRORS[how]
+        if how == "lambda":
+            return lambda: None
+        os._exit(7) if how == "exit code 7" else os.kill(os.getpid(), getattr(signal, how))
+    return group.barrier() if group.rank != 1 and how != "lambda" else None
 
 
-@BOTH
-@pytest.mark.parametrize("kind", ERRORS)
-def test_the_first_cause_is_reported_rather_than_its_echo(device, kind, monkeypatch):
-    """Ranks that wait for the failed one end by themselves, before they would be killed."""
-    monkeypatch.setattr("weft.launcher.processes.GRACE", 1000.0)
-    monkeypatch.setitem(launch.__globals__, "GRACE", 1000.0)
-    error = ERRORS[kind]
-    with pytest.raises(RankFailed) as failed:
-        launch(fail, kind, ranks=3, device=device)
-    text = str(failed.value)
-    assert text.startswith(f"rank 1 of 3 raised {type(error).__name__}: {error}")
-    assert "Also failed: rank 0 (RendezvousFailed), rank 2 (RendezvousFailed)." in text
-    assert "in fail" in text  # the traceback
-    assert "still running" not in text
-    travels = device == "threads" or kind != "odd"
-    assert isinstance(failed.value.__cause__, type(error) if travels else type(None))
-
-
-def unpicklable(group):
-    return lambda: None
-
-
-def test_an_unpicklable_result_is_an_error():
-    with pytest.raises(RankFailed, match="rank 0 of 1 raised .*(pickle|local)"):
-        launch(unpicklable, ranks=1)
-
-
-def end_process(group, number):
-    if group.rank == 2:
-        os.kill(os.getpid(), number) if number else os._exit(7)
-    group.barrier()
+CLOSED = r"rank [02] of 3 raised RendezvousFailed: rank 1 \(pid \d+\) closed(.|\n)*"
+WAYS = [
+    *(
+        (each, f"rank 1 of 3 raised {type(error).__name__}: {error}")
+        for each, error in ERRORS.items()
+    ),
+    ("return", rf"{CLOSED}\nRank 1 had returned from its function \d+\.\d\d s before: "),
+    ("lambda", "rank 1 of 3 raised .*(pickle|local)"),
+    *((how, f"rank 1 of 3 died: .*{how}") for how in ("SIGKILL", "SIGSEGV", "exit code 7")),
+]
 
 
 @pytest.mark.parametrize(
-    ("number", "how"),
-    [(signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "SIGSEGV"), (0, "exit code 7")],
+    ("device", "how", "text"),
+    [(device, *way) for device in DEVICES for way in WAYS[: 5 if device == "threads" else None]],
 )
-def test_a_dead_rank_is_the_cause(number, how):
-    with raises_soon(RankFailed, f"rank 2 of 3 died: .*{how}") as caught:
-        launch(end_process, number, ranks=3)
-    assert "__main__" not in str(caught.value), "its function had begun"
+def test_the_first_cause_is_reported_rather_than_its_echo(device, how, text, monkeypatch):
+    """Ranks that wait for the failed one end by themselves, before they would be killed."""
+    monkeypatch.setattr("weft.launcher.processes.GRACE", 1000.0)
+    monkeypatch.setitem(launch.__globals__, "GRACE", 1000.0)
+    with raises_soon(RankFailed, f"^{text}") as failed:
+        launch(misbehave, how, ranks=3, device=device)
+    message = str(failed.value)
+    assert "still running" not in message
+    assert "__main__" not in message, "its function had begun"
+    if how in ERRORS:
+        assert "Also failed: rank 0 (RendezvousFailed), rank 2 (RendezvousFailed)." in message
+        assert "in misbehave" in message  # the traceback
+        travels = device == "threads" or how != "odd"
+        assert isinstance(failed.value.__cause__, type(ERRORS[how]) if travels else type(None))
 
 
 def from_daemon(results):
@@ -196,28 +188,21 @@ def test_an_overrun_names_the_ranks_that_still_run(device):
     assert str(caught.value).startswith(f"rank 0, 2 of 3 still ran after {timeout} s")
 
 
-def wait_for_a_sleeper(group):
+def hang_beside_a_failure(group, failing):
+    if group.rank == 0 and failing:
+        raise PeerTimeout("rank 1 is late")
     if group.rank == 1:
-        time.sleep(1.5)
+        time.sleep(60 if failing else 1.5)
     group.barrier(timeout=600.0)  # longer than the launch, which ends this wait
 
 
-def test_threads_that_wait_for_a_late_rank_are_woken():
-    with raises_soon(RankFailed, "rank 0, 1, 2 of 3 still ran after 0.5 s"):
-        launch(wait_for_a_sleeper, ranks=3, device="threads", timeout=0.5)
-
-
-def hang_beside_a_failure(group):
-    if group.rank == 0:
-        raise PeerTimeout("rank 1 is late")
-    time.sleep(60)
-
-
-def test_ranks_that_hang_beside_a_failure_are_ended(monkeypatch):
+def test_ranks_that_hang_or_wait_for_a_late_rank_are_ended(monkeypatch):
     monkeypatch.setattr("weft.launcher.processes.GRACE", 0.5)
     with raises_soon(RankFailed, "rank 0 of 2 raised PeerTimeout") as failed:
-        launch(hang_beside_a_failure, ranks=2)
+        launch(hang_beside_a_failure, True, ranks=2)
     assert "Ended while still running: rank 1." in str(failed.value)
+    with raises_soon(RankFailed, "rank 0, 1, 2 of 3 still ran after 0.5 s"):
+        launch(hang_beside_a_failure, False, ranks=3, device="threads", timeout=0.5)
 
 
 class DiesWhenUnpacked:
@@ -261,20 +246,6 @@ def test_a_thread_that_raises_before_it_meets_ends_the_launch(monkeypatch):
     with pytest.raises(RankFailed, match="rank 1 of 3 raised MemoryError: no room") as failed:
         launch(nothing, 1, ranks=3, device="threads")
     assert "still running" not in str(failed.value)
-
-
-def skip_a_call(group):
-    if group.rank != 1:
-        group.barrier()
-
-
-@BOTH
-def test_a_rank_that_returned_without_a_call_is_named(device):
-    with pytest.raises(RankFailed) as failed:
-        launch(skip_a_call, ranks=3, device=device)
-    text = str(failed.value)
-    assert re.search(r"rank [02] of 3 raised RendezvousFailed: rank 1 \(pid \d+\) closed", text)
-    assert re.search(r"\nRank 1 had returned from its function \d+\.\d\d s before: ", text)
 
 
 ECHO = PeerTimeout("rank 0, dispatch: rank 2 and rank 1 did not publish epoch 1")
@@ -326,8 +297,8 @@ def test_functions_that_a_new_process_cannot_import_are_refused(monkeypatch):
     with pytest.raises(InvalidArgument, match="cannot be sent to another process"):
         launch(fn, ranks=1)
     notebook = types.ModuleType("__main__")
-    notebook.__spec__ = None
-    vars(notebook)["fn"], fn.__module__, fn.__qualname__ = fn, "__main__", "fn"
+    vars(notebook).update(__spec__=None, fn=fn)
+    fn.__module__, fn.__qualname__ = "__main__", "fn"
     monkeypatch.setitem(sys.modules, "__main__", notebook)
     with pytest.raises(InvalidArgument, match="move the function to a file and import it from the"):
         launch(fn, ranks=2)
@@ -353,7 +324,7 @@ def test_nothing_is_left_by_success_failure_or_overrun(device, tmp_path, monkeyp
     def once():
         assert launch(sleep, {}, ranks=2, device=device) == [0, 1]
         with pytest.raises(RankFailed):
-            launch(fail, "value", ranks=2, device=device)
+            launch(misbehave, "value", ranks=2, device=device)
         with pytest.raises(RankFailed):
             launch(sleep, {1: 0.4}, ranks=2, device=device, timeout=0.2)
         # Threads of an overrun come back from their sleep.
@@ -411,7 +382,7 @@ def test_kill_9_leaves_no_process_and_no_name(victims, tmp_path, monkeypatch):
 
 
 PROGRAM = """
-import os, resource, sys
+import os, resource
 import weft
 from weft.launcher.launch import count_open_files
 
@@ -421,12 +392,12 @@ def where(group):
         return weft.__file__
 
 if __name__ == "__main__":
-    for device in sys.argv[1:]:
+    for device in ("threads", "cpu"):
         resource.setrlimit(resource.RLIMIT_NOFILE, (20, 4096))
         try:
             weft.launch(where, ranks=2, device=device)
         except weft.errors.SetupError as error:
-            print(error)
+            print("2 ranks need " in str(error), "its limit is 20: raise it" in str(error))
         need = len(os.listdir("/proc/self/fd")) + count_open_files(4, device)
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, 4096))
         print(weft.launch(where, ranks=4, device=device) == [weft.__file__] * 4)
@@ -435,20 +406,13 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_ranks_take_their_launchers_weft_and_the_files_that_it_checked_for(tmp_path):
-    """The weft of the working directory is not used; `python a/script.py` ignores it, too.
-
-    With as many open files as the check asks for, ranks meet, map each other's memory and return.
-    """
+    """The weft of the working directory is not used; `python a/script.py` ignores it, too."""
     for folder, name, text in (("here/weft", "__init__", "1 / 0"), ("there", "script", PROGRAM)):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / f"{name}.py").write_text(text)
-    words = [sys.executable, tmp_path / "there/script.py", *DEVICES]
+    words = [sys.executable, tmp_path / "there/script.py"]
     done = subprocess.run(words, cwd=tmp_path / "here", capture_output=True, text=True, check=False)
-    lines = done.stdout.splitlines()
-    assert lines[1::2] == ["True", "True"], done.stderr
-    for refused in lines[::2]:
-        assert "2 ranks need " in refused
-        assert "its limit is 20: raise it (ulimit -n 1024)" in refused
+    assert done.stdout.split() == ["True"] * 6, done.stderr
 
 
 def forks(group, how):
@@ -457,9 +421,7 @@ def forks(group, how):
     if child == 0:
         if how == "raises":
             raise ValueError("the helper's own")
-        if how == "exits":
-            sys.exit(3)
-        return "the helper's"
+        return "the helper's" if how == "returns" else sys.exit(3)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else None
     group.barrier()
     return code

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -19,7 +18,7 @@ from tests.operators import KINDS, Kind
 from tests.patience import hurry
 from tests.ranks import on_ranks
 from tests.subjects import SUBJECTS
-from weft.errors import Aborted, GeometryMismatch, GroupError, PeerDied, PeerTimeout
+from weft.errors import Aborted, PeerDied, PeerTimeout
 from weft.heap.header import EPOCH_MASK, ErrorRecord
 from weft.runtime.report import ABORTED, ALL_REDUCE, PEER_DIED, PEER_TIMEOUT, build_group_error
 
@@ -110,19 +109,6 @@ def test_a_late_rank_is_waited_for_and_the_first_round_has_a_deadline(group, nam
                 op.round()
             assert time.monotonic() - start > 0.5
         group.barrier()  # a rank that gives back memory holds up the others of its GPU
-
-
-@pytest.mark.parametrize("name", ["pull", "receiver"])
-@on_ranks(3, "cpu", "cuda")
-def test_another_geometry_is_detected_in_band(group: weft.Group, name: str) -> None:
-    with KINDS[name].open(group, faults=True) as op:
-        op.round()
-        if group.rank == 2:
-            faults.plan_fault(op.made, faults.BEFORE_FLAG, faults.LIE, peer=0)
-        text = "^rank 0, dispatch: rank 2 made a different call from this rank, which called with"
-        one = pytest.raises(GeometryMismatch, match=text)
-        with contextlib.suppress(GroupError) if group.rank else one:
-            op.round()
 
 
 @pytest.mark.parametrize("name", ["pull", "receiver", "twoshot"])

@@ -5,82 +5,56 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any
 
-import pytest
 import torch
 
 import weft
+from tests.patience import SECONDS
+from tests.rounds import Round
 from weft import logs
 from weft.errors import WeftError
-from weft.group.meeting import Meeting, meet
-from weft.runtime import waits as module
+from weft.runtime import waits
 
-X, IDS = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 2], [1, 3]])
+CASE = Round((2, 2), top_k=2, experts=4)
 
 
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch):
+def test_waits_name_the_late_ranks_and_their_calls(ranks, caplog, monkeypatch):
+    """Rank 1 makes no call first, and then another one than rank 0, which ends in an error."""
     monkeypatch.setattr(logs, "FIRST_LOG_SECONDS", 0.4)
 
+    def logged(rank):
+        start = f"rank {rank} has waited"
+        return [each for each in caplog.messages if each.startswith(start)]
 
-def waits(caplog, *, rank=0):
-    """Return the waits that a rank logged."""
-    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    return [text for text in texts if text.startswith(f"rank {rank} has waited")]
-
-
-def wait_until(there, seconds=300.0):
-    until = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-def make(group, first_timeout=600.0):
-    sizes: Any = {"max_tokens": 4, "top_k": 2, "num_experts": 4, "hidden": 64}
-    return weft.AllToAll(group, **sizes, first_timeout=first_timeout)
-
-
-def test_waits_name_the_late_ranks_and_their_calls(ranks, caplog):
-    """Rank 1 makes no call first, and then another one than rank 0, which ends in an error."""
+    def wait_until(there):
+        until = time.monotonic() + SECONDS
+        while not there():
+            assert time.monotonic() < until
+            time.sleep(0.02)
 
     def body(group):
+        x, ids = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 2], [1, 3]])
+        with CASE.open(group, 4) as operator:
+            until = time.monotonic() + 1.0
+            while group.all_gather(time.monotonic() < until)[0]:
+                received = operator.dispatch(x, ids)
+                operator.combine(weft.reference.identity_experts(received, x.dtype))
+        assert logged(group.rank) == [], "calls that do not wait log nothing"
         # An object of its own for each rank's barrier: the other's dispatch ends it in 3 s.
-        with contextlib.suppress(WeftError), make(group, first_timeout=3.0) as operator:
+        with contextlib.suppress(WeftError), CASE.open(group, 4, first_timeout=3.0) as operator:
             group.barrier()
             if group.rank == 0:
-                operator.dispatch(X, IDS)
+                operator.dispatch(x, ids)
             else:
-                wait_until(lambda: waits(caplog))
+                wait_until(lambda: logged(0))
                 group.agree(1, label="the batch")
 
     ranks(2, "threads")(body)
-    first, *later = waits(caplog)
+    first, *later = logged(0)
     assert "in a call of its all-to-all, after 0 finished rounds, for other ranks: rank 1 " in first
     assert first.endswith("is in no call of this group that waits for others")
     assert later[-1].endswith("waits in agreement on the batch")
-    lines = waits(caplog, rank=1)
+    lines = logged(1)
     assert "in agreement on the batch for ranks to enter it: rank 0 " in lines[0]
-    assert any(line.endswith("waits in a call of AllToAll 1") for line in lines)
-
-
-def test_a_waiting_meeting_names_the_missing_ranks(caplog):
-    with contextlib.closing(Meeting.open()) as meeting, pytest.raises(WeftError):
-        meet(meeting, rank=0, size=3, device="cpu", timeout=2.0)
-    texts = waits(caplog)
-    assert "of at most 2 s in the meeting for rank 1, 2 of 3 to join" in texts[0]
-    assert len(texts) == 3  # after 0.4, 0.8 and 1.6 s
-
-
-def test_calls_that_do_not_wait_log_nothing_and_the_thread_ends(ranks, caplog):
-    def body(group):
-        with make(group) as operator:
-            until = time.monotonic() + 1.0
-            while group.all_gather(time.monotonic() < until)[0]:
-                received = operator.dispatch(X, IDS)
-                operator.combine(weft.reference.identity_experts(received, X.dtype))
-
-    ranks(2, "threads")(body)
-    assert waits(caplog) == waits(caplog, rank=1) == []
-    wait_until(lambda: module.WAIT_WATCHER._thread is None)
+    assert any("waits in a call of AllToAll " in line for line in lines)
+    wait_until(lambda: waits.WAIT_WATCHER._thread is None)
