@@ -4,7 +4,7 @@
 import ctypes
 import gc
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -37,15 +37,8 @@ def install(monkeypatch):
     return put
 
 
-def use_gpu(group, fake):
-    """Let this thread be a rank with a GPU of its own."""
-    fake.local.rank = group.rank
-    group.device = torch.device("cuda", group.rank)
-
-
 def make(group, fake):
     """Create a heap, read it and close it; or return the error."""
-    use_gpu(group, fake)
     try:
         heap = Heap.create(group, GRANULE + 1)
     except CreationFailed as error:
@@ -63,8 +56,15 @@ def make(group, fake):
 
 
 def run(fake, body=make, *args, ranks=2):
+    """Run `body(group, fake, ...)` on threads, each of which has a GPU of its own."""
+
+    def on_gpu(group):
+        fake.local.rank = group.rank
+        group.device = torch.device("cuda", group.rank)
+        return body(group, fake, *args)
+
     before = open_files()
-    results = launch(body, fake, *args, ranks=ranks, device="threads")
+    results = launch(on_gpu, ranks=ranks, device="threads")
     assert (fake.left(), fake.unsafe) == ({}, [])
     assert open_files() == before
     return results
@@ -87,7 +87,6 @@ def test_every_rank_maps_and_releases_every_share(install, fabric):
 
 def replace_peer(group, fake):
     """Map the peer's share again, as if a new process had sent it."""
-    use_gpu(group, fake)
     with Heap.create(group, GRANULE) as heap:
         group.barrier()
         before, where = fake.left(), heap.address(1 - group.rank)
@@ -132,7 +131,6 @@ def test_a_failure_of_any_call_frees_everything_everywhere(install):
 
 
 def close_with_failure(group, fake):
-    use_gpu(group, fake)
     heap = Heap.create(group, 64)
     fake.fail = (0, "cuMemFree")  # the wait before anything is given back
     with pytest.raises(DriverError, match=r"cuMemFree\(\d+\) failed: CUDA_ERROR_OUT"):
@@ -146,7 +144,6 @@ def test_a_failing_close_raises_and_still_frees(install):
 
 def drop_in_capture(group, fake, how):
     """Drop a heap in a capturing thread; return the driver's calls and the thread's mode."""
-    use_gpu(group, fake)
     heap = Heap.create(group, 64)
     views, done = [heap.tensor((8,), torch.uint8, rank=0) if how == "view" else None], []
     close, ring = heap.close if how == "close" else None, list[object]()
@@ -167,9 +164,8 @@ def drop_in_capture(group, fake, how):
 
     del ring
     gc.collect()
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(elsewhere).result()
     return [name for rank, name in fake.log[before:] if rank == group.rank], done
 
 
@@ -246,7 +242,6 @@ def test_memory_of_several_machines_does_not_go_as_descriptors(install):
 
 def look(group, fake):
     """Return which of ranks 0 and 1 reach each rank over NVLink."""
-    use_gpu(group, fake)
     return cuda.find_reachable_ranks(group.device, group.all_gather, [0, 1])
 
 
