@@ -30,7 +30,6 @@ def all_ranks(*calls):
 
 
 def connect(meeting):
-    """Return a connection to the hub."""
     until = time.monotonic() + 600
     while True:
         try:
@@ -44,7 +43,6 @@ def connect(meeting):
 
 
 def make_hello(meeting, **changes):
-    """Return a hello message."""
     hello = {
         "abi": ABI, "rank": 1, "size": 3, "device": "cpu", "nonce": meeting.nonce.hex()
     }  # fmt: skip
@@ -52,7 +50,6 @@ def make_hello(meeting, **changes):
 
 
 def answer(connection):
-    """Wait for the next message and return it."""
     until = time.monotonic() + 600
     while (message := receive(connection)) is None:
         assert time.monotonic() < until

@@ -29,10 +29,7 @@ from weft.heap.heap import Heap
 
 
 def find(size, timeout=20.0, **changes):
-    """Return what each rank got, with a thread per rank: "met", or its error.
-
-    changes: what a rank says in the place of what it would say, by "rank1".
-    """
+    """Return "met" or the error of each rank; changes: what "rank1" says in place of its own."""
     barrier, own = threading.Barrier(size), [""] * size
 
     def rank(r):
@@ -146,7 +143,6 @@ def contained(rank, networks, folder):
 
 
 def run_forked(body):
-    """Run `body()` in a child and end it; return its exit code."""
     child = os.fork()
     if child == 0:
         try:

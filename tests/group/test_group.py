@@ -327,7 +327,6 @@ def test_a_rank_that_cannot_watch_raises_and_keeps_no_descriptor(group, what):
 
 @contextlib.contextmanager
 def started(count: int):
-    """Start processes, and yield them with their pidfds by number."""
     processes = [subprocess.Popen(["sleep", "600"]) for _ in range(count)]
     yield processes, {rank: os.pidfd_open(each.pid) for rank, each in enumerate(processes)}
     for each in processes:
@@ -358,10 +357,7 @@ def test_no_death_is_reported_after_close() -> None:
 
 
 def test_a_pipe_reports_a_death_before_the_process_ends() -> None:
-    """Rank 1 leaves as `close` does, and then rank 0's pipe ends, as when it is killed.
-
-    Their processes live: rank 1 is reported only after its end, and none twice.
-    """
+    """Rank 1 leaves as `close` does, and then rank 0's pipe ends, as when it is killed."""
     reported: queue.Queue[int] = queue.Queue()
     with started(3) as ((_, process, last), peers):
         pipes, kept = zip(create_lifetime_pipe(), create_lifetime_pipe(), strict=True)

@@ -196,10 +196,7 @@ def test_an_invalid_identity_is_not_watched_and_peers_leave_no_descriptor():
 
 @pytest.mark.parametrize("ends", ["abort", "close"])
 def test_the_process_that_started_the_ranks_can_end_the_meeting(meeting, ends):
-    """The reason reaches rank 0, an admitted rank, one not yet admitted, and a late one.
-
-    `close` is for a launcher that saw rank 0 end before it admitted any rank.
-    """
+    """`close` is for a launcher that saw rank 0 end before it admitted any rank."""
     why = "rank 3 had no memory"
     with ThreadPoolExecutor(2) as pool:
         waiting = [1] if ends == "close" else [0, 1]

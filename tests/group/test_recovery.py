@@ -82,7 +82,6 @@ def together(group):
 
 
 def survive(group, dead, **options):
-    """Recover without these ranks, and continue."""
     recovered = group.recover(timeout=LONG, **options)
     assert recovered.dead == tuple(dead)
     together(group)

@@ -69,7 +69,6 @@ def end_well(process, code=0):
 
 
 def lose(group, *victims):
-    """Continue without ranks, which die."""
     group.barrier()
     if group.rank in victims:
         die()
@@ -81,7 +80,6 @@ def recover(group, *dead):
 
 
 def begin(group, body, rank, *args):
-    """Open a meeting; rank 0 starts the process that joins as `rank`."""
     meeting = group.open_meeting()
     return meeting, fork(body, meeting.address, rank, *args) if group.rank == 0 else None
 
@@ -163,7 +161,6 @@ def lives_on(address, rank, dies_when=""):
 
 
 def take_in(group, operator):
-    """Replace rank 3 by a process that stays alive."""
     meeting, process = begin(group, lives_on, 3)
     group.replace(meeting, timeout=LONG)
     assert ("recover", 0b1111) in operator.asked
@@ -400,8 +397,6 @@ PLAN: dict[str, tuple[str, str, int, int | None]] = {
 
 
 class Objects:
-    """Open objects by name."""
-
     def __init__(self, group: weft.Group) -> None:
         self.group, self.open = group, dict[str, Any]()
 

@@ -234,7 +234,6 @@ MESSAGES = BODIES | PARTS.map(lambda body: json.dumps(body).encode())
 
 @contextlib.contextmanager
 def plane():
-    """Return rank 1 of two, and the other end of its socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.closing(ControlPlane(1, 2)) as control, theirs:
         control.add(0, 7, ours)
@@ -318,7 +317,6 @@ def pair():
 
 
 def taken(right):
-    """Return the pending message."""
     message = receive(right)
     assert message is not None
     return message

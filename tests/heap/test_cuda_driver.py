@@ -71,7 +71,6 @@ def run(fake, body=make, *args, ranks=2):
 
 
 def names_of(fake, rank):
-    """Return the names of a rank's calls."""
     return [name for caller, name in fake.log if caller == rank]
 
 

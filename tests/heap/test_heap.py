@@ -342,7 +342,6 @@ def test_invalid_and_different_sizes_fail_on_every_rank(group, sizes, kind, text
 
 
 def disturb(group, where, what, over):
-    """Make one step of a creation fail, die or hang on this rank."""
     real = getattr(cpu.HostShares, where)
 
     def disturbed(self, *args):

@@ -20,22 +20,13 @@ Host = Callable[..., None]
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
-    """Return `host(available, ...)`, which sets this host's memory and control groups.
-
-    groups: path within the tree -> (limit or "max", used, bytes of files that can be reclaimed).
-    """
+    """Set the memory, and of control groups the limit, used and reclaimable bytes."""
     proc, tree = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     monkeypatch.setattr(host_memory, "PROC", proc)
     monkeypatch.setattr(host_memory, "CGROUPS", tree)
 
-    def set_up(
-        available: int = 64 * GIB,
-        *,
-        swap: int = 0,
-        own: str = "0::/",
-        groups: dict[str, tuple[int | str, int, int]] | None = None,
-    ) -> None:
+    def set_up(available=64 * GIB, *, swap=0, own="0::/", groups=None):
         (proc / "self/cgroup").write_text(own + "\n")
         lines = f"MemTotal: 9 kB\nMemAvailable: {available >> 10} kB\nSwapFree: {swap >> 10} kB\n"
         (proc / "meminfo").write_text(lines)

@@ -60,7 +60,6 @@ class Network:
         run_ip("-n", self._of("switch"), "link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
-        """Undo `cut`."""
         run_ip("-n", self._of("switch"), "link", "set", f"port{host}", "up")
 
     def limit(self, rate: str) -> None:
@@ -72,7 +71,6 @@ class Network:
                 subprocess.run([*tc, *shape], check=True)
 
     def sent(self, host: int) -> int:
-        """Return the bytes that a host has sent since it was made."""
         reported = json.loads(run_ip("-n", self._of(host), "-s", "-j", "link", "show", "eth0"))
         return int(reported[0]["stats64"]["tx"]["bytes"])
 
@@ -83,10 +81,7 @@ class Network:
         return job
 
     def run(self, each: int, body: str, *args: Any) -> list[Any]:
-        """Run `body` as `start` does; return its results by rank.
-
-        Raises AssertionError with what all ranks printed, if one fails.
-        """
+        """Run `body` as `start` does; return its results by rank."""
         return self.start(each, body, *args).results(range(each * self.hosts))
 
 
@@ -118,7 +113,6 @@ class Job:
             self.processes.append(process)
 
     def mark(self, rank: int) -> str:
-        """Return a rank's latest mark."""
         try:
             return (self.folder / f"{rank}.mark").read_text()
         except FileNotFoundError:
@@ -133,7 +127,6 @@ class Job:
             time.sleep(0.05)
 
     def kill(self, *ranks: int) -> None:
-        """Kill these ranks by SIGKILL."""
         for rank in ranks:
             self.processes[rank].kill()
             self.processes[rank].join()
@@ -150,12 +143,10 @@ class Job:
         return values
 
     def close(self) -> None:
-        """Kill running processes, and remove their files."""
         self.kill(*range(len(self.processes)))
         self._folder.cleanup()
 
     def logs(self) -> str:
-        """Return the output of all ranks."""
         return "\n".join(
             f"--- rank {rank}\n{(self.folder / f'{rank}.log').read_text()[-4000:]}"
             for rank in range(len(self.processes))
@@ -164,7 +155,6 @@ class Job:
 
 @contextmanager
 def spanning(timeout: float) -> Iterator[weft.Group]:
-    """Make the group of all ranks of this run."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
         with weft.Group.from_torch(device="cpu", timeout=timeout) as group:
@@ -176,7 +166,6 @@ def spanning(timeout: float) -> Iterator[weft.Group]:
 def run_rank(
     folder: Path, environment: dict[str, str], namespace: str | None, body: str, args: list[Any]
 ) -> None:
-    """Run one rank."""
     rank = environment["RANK"]
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)

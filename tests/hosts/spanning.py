@@ -29,10 +29,7 @@ play = functools.partial(rounds.play, poison=False)
 def on_hosts(
     group: weft.Group, hosts: int | list[int], body: Callable[..., Any], *args: Any
 ) -> Any:
-    """Run `body(spanning, *args)` on ranks of weft.launch, as ranks of several hosts.
-
-    hosts: their number, of as many ranks each, or the host of each rank.
-    """
+    """Run `body(spanning, ...)` on ranks of so many hosts, or of the host listed for each."""
     of_rank = [r * hosts // group.size for r in range(group.size)] if type(hosts) is int else hosts
     assert isinstance(of_rank, list)
     os.environ["WEFT_HOST"] = f"host-{of_rank[group.rank]}"
@@ -46,10 +43,7 @@ def on_hosts(
 def across(
     hosts: int | list[int] | str, count: int | str = 4, **options: Any
 ) -> Callable[[Test], Test]:
-    """Like `on_ranks`, for CPU ranks of several hosts with one group.
-
-    hosts: as of `on_hosts`, or the name of the parameter that has it.
-    """
+    """Like `on_ranks`, for CPU ranks of several hosts: as of `on_hosts`, or a parameter's name."""
 
     def decorate(body: Test) -> Test:
         @functools.wraps(body)

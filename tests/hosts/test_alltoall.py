@@ -79,7 +79,6 @@ def test_two_hosts_with_interleaved_ranks_match_the_reference(group: weft.Group)
 @campaign
 @pytest.mark.parametrize(("count", "hosts"), BY_SHAPE)
 def test_hosts_match_the_reference(ranks, count, hosts):
-    """Cases with equal ranks and hosts share a launch, because launches are slow."""
     names = [n for n, (c, h, _) in CASES.items() if (len(c.tokens), str(h)) == (count, hosts)]
     ranks(count, "cpu")(on_hosts, BY_SHAPE[count, hosts], play_cases, *names)
 
@@ -221,7 +220,6 @@ def test_several_hosts_refuse_what_one_host_refuses(group: weft.Group) -> None:
 
 
 def as_one_host(group: weft.Group) -> bytes:
-    """Return the sums of one host's ranks, for comparison."""
     case = Round(tokens=(5, 3, 8, 2), dtype=torch.float32, seed=5)
     x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     with case.open(group, TOKENS) as a2a:

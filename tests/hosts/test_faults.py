@@ -51,10 +51,7 @@ ENDLESS = f"{__name__}:endless"
 
 
 def survivors(hosts: int, disturb: str, *victims: int, lasts: float = 0.0) -> dict[int, Any]:
-    """Kill ranks, or cut a host's link; return every survivor's error, and its delay.
-
-    There are two ranks on each host. lasts: seconds after which the link is mended.
-    """
+    """Kill ranks, or cut a host's link for a time; return every survivor's error and its delay."""
     with Network(hosts) as network:
         job = network.start(2, ENDLESS, 1_000_000)
         job.wait_for(3)
@@ -72,7 +69,6 @@ def survivors(hosts: int, disturb: str, *victims: int, lasts: float = 0.0) -> di
 
 
 def check_all(replies: dict[int, Any], *named: str) -> None:
-    """Every rank has a typed error in time; each text contains one of `named`."""
     for rank, each in replies.items():
         assert each["error"] in ("RailFailed", "PeerDied", "PeerLeft", "PeerTimeout"), (rank, each)
         assert each["after"] < TIMEOUT + SLACK, (rank, each)

@@ -162,7 +162,6 @@ def test_an_error_reaches_other_hosts_without_a_lost_connection(how, text, tmp_p
 
 
 def count_groups(group: weft.Group) -> int:
-    """Play a round; return the number of torch's process groups."""
     with CASE.open(group, 8) as a2a:
         play(a2a, CASE)
     return len(dist.distributed_c10d._world.pg_names)

@@ -58,7 +58,6 @@ SMALL = Round(tokens=(2, 2, 2, 2), top_k=2, experts=4, hidden=128)
 
 @across(2)
 def test_bad_weights_and_ids_are_refused(group: weft.Group) -> None:
-    """Also ids that rank 3's host would not send."""
     x, ids, weights, _ = SMALL.inputs_of(group.rank, group.device)
     with weft.LowLatencyAllToAll(group, **SMALL.sizes(2), reduce="receiver") as low:
         got = low.dispatch(x, ids)

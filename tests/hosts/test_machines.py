@@ -27,7 +27,6 @@ from weft.group.torch_groups import TorchControl
 
 
 def describe(*boots: str, parts: str = "", kinds: Sequence[str] = ()) -> list[Any]:
-    """Return the reports of ranks on such machines."""
     names = ("boot", "part", "device")
     args = boots, parts or "-" * len(boots), kinds or ["cuda"] * len(boots)
     places = [dict(zip(names, each, strict=True)) for each in zip(*args, strict=True)]
@@ -89,10 +88,7 @@ def test_mixed_device_types_are_detected_at_once(group: weft.Group) -> None:
 
 
 def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> weft.Group:
-    """Make the group of ranks that report these machines.
-
-    domains: the machines of each; default: one for all.
-    """
+    """Make the group of ranks that report these machines; domains: the machines of each."""
     where, whole = hosts.get_host_identity(), group.process_group()
     domain = {boot: each for each in domains or ["".join(boots)] for boot in each}
     own = [r for r, boot in enumerate(boots) if domain[boot] == domain[boots[group.rank]]]

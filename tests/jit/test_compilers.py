@@ -45,10 +45,7 @@ def fill(cache: Cache, source: str = FILL, **options: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Compiler:
-    """`build` compiles; the results of `identities`, the options and `arch` are in the key.
-
-    broken: a source, and what an error of it shows.
-    """
+    """`build` compiles; `identities`, the options and `arch` are in the key."""
 
     compile: Callable[..., Any]
     module: ModuleType

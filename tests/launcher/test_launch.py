@@ -32,10 +32,7 @@ BOTH = pytest.mark.parametrize("device", DEVICES)
 
 
 def leftovers(temporary):
-    """Return files that a job with this $TMPDIR may leave: directories, shared memory, sockets.
-
-    An abstract address goes with the last descriptor of it; other jobs have theirs.
-    """
+    """Return directories, shared memory and sockets that a job with this $TMPDIR may leave."""
     with open("/proc/net/unix", encoding="ascii") as file:
         sockets = [line.split()[-1] for line in file if "weft-" in line]
     own = [name for name in sockets if str(temporary) in name]
@@ -43,7 +40,6 @@ def leftovers(temporary):
 
 
 def children():
-    """Return the descendants of this process from /proc."""
     result, todo = [], [os.getpid()]
     while todo:
         pid = todo.pop()
@@ -116,7 +112,6 @@ ERRORS = {
 
 
 def misbehave(group, how):
-    """Let rank 1 fail in one way, while the others wait for it."""
     group.barrier()
     if group.rank == 1 and how != "return":
         if how in ERRORS:

@@ -27,9 +27,7 @@ SIZES: dict[str, Any] = {
 CONFIG = MoEConfig(hidden=HIDDEN, intermediate=32, routing=Routing(EXPERTS, TOP_K))
 
 
-def open_kind(
-    group: weft.Group, kind: str, *, lease: bool = False, seed: int = 0, **options: Any
-) -> Any:
+def open_kind(group, kind, *, lease=False, seed=0, **options):
     """Open an operator, or a layer of experts from a seed; kind: a class, and a layer's mode."""
     name, _, mode = kind.partition(", ")
     args: tuple[Any, ...] = ()
@@ -49,15 +47,7 @@ def open_kind(
     return weft.lease(group, cls, *args, **options) if lease else cls(group, *args, **options)
 
 
-def call(
-    op: Any,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    *,
-    factor: int = 1,
-    rows: int | None = None,
-    eps: float = 1e-6,
-) -> Any:
+def call(op, x, ids, *, factor=1, rows=None, eps=1e-06):
     """Run one round or sum; experts of an exchange multiply their rows by `factor`."""
     weights = torch.ones(ids.shape, device=x.device)
     match getattr(op, "operator", op):
@@ -107,13 +97,8 @@ def disturb(chance: random.Random, program: list[Call], how: str) -> tuple[int, 
     return at, other
 
 
-def run_program(
-    group: weft.Group, kind: str, program: list[Call], other: list[Call] | None, odd: int
-) -> tuple[list[torch.Tensor], str, str]:
-    """Return a program's results until it raises, and the error's type and text.
-
-    It calls three leases of one workspace, or three operators, each with its own memory.
-    """
+def run_program(group, kind, program, other, odd):
+    """Call three leases of one workspace, or three operators; return the results and the error."""
     results: list[torch.Tensor] = []
     x = torch.full((2, HIDDEN), 1.0 + group.rank, device=group.device).bfloat16()
     with contextlib.suppress(GroupError), contextlib.ExitStack() as stack:

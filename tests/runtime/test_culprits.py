@@ -116,7 +116,6 @@ def test_a_rank_that_raises_or_closes_is_named(group, kind):
 
 
 def leave_a_group(group: weft.Group) -> None:
-    """Leave an object open after its group's `with` block."""
     op = KINDS["pull"].open(group)
     op.round()
     if group.rank == 1:

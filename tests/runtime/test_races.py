@@ -23,13 +23,10 @@ WRAP = 2**40  # epochs have so many values
 
 
 def campaign(program: str, *args: object) -> object:
-    """Return a case of the slow tests."""
     return pytest.param(program, *args, marks=pytest.mark.slow)
 
 
-def run(
-    program: str, rounds: int, options: str, first_epoch: int = 0, fault: str | None = None
-) -> tuple[int, str]:
+def run(program, rounds, options, first_epoch=0, fault=None):
     name, mutation = Path(program).stem, RACES[fault] if fault else None
     sources = RACE, TESTS / program
     return run_program(

@@ -44,9 +44,7 @@ DEATHS += [(name, "send") for name in SUBJECTS if name.startswith("sends")]
 DEATHS += [("all-reduce", "sum"), pytest.param("all-reduce", "sum's waits", marks=pytest.mark.slow)]
 
 
-def lose_one_by_one(
-    group: weft.Group, name: str, points: tuple[int | None, ...], library: str | None = None
-) -> None:
+def lose_one_by_one(group, name, points, library=None):
     """Kill a rank at each point, or before a round for None; recover, and continue."""
     kind, survivors = SUBJECTS[name], Survivors(group)
     with kind.open(group, **({} if library else {"_defines": faults.FAULTS})) as subject:
@@ -121,7 +119,6 @@ def open_kind(group: weft.Group, kind: str) -> Operator:
 
 
 def kill(survivors: Survivors, op: Operator, *dies: int) -> None:
-    """End ranks before a round in which the others wait for them."""
     survivors.barrier()
     if survivors.group.rank in dies:
         die()

@@ -35,7 +35,6 @@ MOST_US = 200
 
 
 def delay(device: torch.device, microseconds: int) -> None:
-    """Keep this rank's stream, or its only thread, busy."""
     if device.type == "cpu":
         time.sleep(microseconds * 1e-6)
     elif microseconds:
@@ -145,7 +144,6 @@ def soak(group: weft.Group, options: dict[str, Any], rounds: int) -> int:
 
 
 def soak_in_turn(group: weft.Group, modes: list[str], rounds: int) -> dict[str, int]:
-    """Play every mode on one launch, because starting ranks costs more than a mode."""
     wrong = {}
     for mode in modes:
         options = dict(MODES[mode])

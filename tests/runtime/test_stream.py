@@ -22,7 +22,6 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Simulate a GPU for these functions."""
     made = Driver(current=1)
     monkeypatch.setattr(driver, "load_driver", lambda: made)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

@@ -29,7 +29,6 @@ def make(group: weft.Group, *defines: str, **options: Any) -> weft.AllToAll:
 
 
 def run(a2a: weft.AllToAll, rounds: int, *, late: float = 0.0) -> None:
-    """Play rounds, for each of which rank 0 is late."""
     x, ids, weights, _ = CASE.inputs_of(a2a.rank, a2a.group.device)
     for _ in range(rounds):
         a2a.group.barrier()
