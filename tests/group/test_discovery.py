@@ -20,12 +20,13 @@ from unittest.mock import Mock
 import pytest
 
 from tests.baseline import die, raises_soon
-from tests.group.meetings import LONG
 from tests.ranks import on_ranks
 from weft.errors import RendezvousFailed
 from weft.group import hosts
 from weft.group.group import Group
 from weft.heap.heap import Heap
+
+LONG = 1000.0  # seconds: a deadline that no test waits for
 
 
 def find(size, timeout=20.0, **changes):

@@ -179,15 +179,6 @@ def test_a_suspect_that_waits_in_a_message_survives(group):
     survive(group, [3], suspects=[] if group.rank == 1 else [1, 3])
 
 
-@on_four()
-def test_a_suspect_that_joins_in_time_survives(group):
-    agreement.SUSPECT_SECONDS = LONG
-    meet_once(group)
-    if group.rank == 3:
-        time.sleep(0.2)
-    survive(group, [], suspects=[(group.rank + 1) % 4, 3])
-
-
 @on_four(dies=[3])
 def test_an_absent_living_rank_is_named_and_not_dropped(group):
     group.barrier()

@@ -343,20 +343,6 @@ def test_a_death_in_the_meeting_is_reported_despite_a_forked_child(group, tmp_pa
     over.touch()
 
 
-@on_four(dies=[3])
-def test_survivors_continue_without_a_replacement(group):
-    meeting = meet_at_0(group)
-    with pytest.raises(errors.OutOfOrder):  # all ranks live
-        group.replace(meeting)
-    lose(group, 3)
-    with pytest.raises(errors.RendezvousFailed, match="rank 3 of 4 did not connect"):
-        group.replace(meeting, timeout=0.3)
-    with pytest.raises(errors.RendezvousFailed):
-        group.all_gather(1)
-    recover(group, 3)
-    assert group.all_gather(1) == [1, 1, 1, None]
-
-
 def is_one_too_many(address, rank):
     assert call_outcome(join, address, rank)[0] == "RendezvousFailed"
 
@@ -497,3 +483,5 @@ def test_invalid_arguments_are_refused(group):
     ):
         with pytest.raises(errors.InvalidArgument, match=text):
             call()
+    with pytest.raises(errors.OutOfOrder):  # all ranks live
+        group.replace(group.open_meeting())

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heaps: addresses, views, failing creations, and freed memory. Ranks may share a GPU."""
+"""Heaps: addresses, views, failing creations, and freed memory. Ranks may share a GPU.
+
+Shares that exceed the available memory are refused before anything is allocated.
+"""
+
+from __future__ import annotations
 
 import ctypes
 import fcntl
@@ -9,6 +14,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+import weft
 from tests.baseline import (
     call_outcome,
     die,
@@ -29,8 +36,9 @@ from tests.ranks import on_ranks
 from tests.rounds import synchronize
 from weft import errors
 from weft.cuda import memory as cuda
+from weft.errors import InvalidArgument
 from weft.group import pages
-from weft.heap import cpu
+from weft.heap import cpu, host_memory
 from weft.heap.heap import Heap
 from weft.launcher.launch import launch
 
@@ -79,6 +87,12 @@ def test_views_have_the_requested_address_and_stay_inside(group):
             heap.tensor((257,), torch.uint8)
         with pytest.raises(errors.InvalidArgument, match=f"a header needs {HEADER_BYTES}"):
             heap.header()
+        page = heap.mailbox.view()  # of host memory
+        assert (page.readonly, page.format, bytes(page)) == (False, "B", bytes(4096))
+        page[5] = 9
+        assert ctypes.c_uint8.from_address(heap.mailbox.host + 5).value == 9
+        assert heap.mailbox.host == heap.mailbox.device
+        assert heap.mailbox.host % 4096 == 0
 
 
 @on_ranks(1, "threads")
@@ -214,18 +228,6 @@ def test_views_keep_the_memory_past_close(group):
     assert shares_mapped() == before + 1
     del page
     assert shares_mapped() == before
-
-
-@on_ranks(1, "threads")
-def test_the_mailbox_is_one_zeroed_page_of_host_memory(group):
-    with Heap.create(group, 64) as heap:
-        page = heap.mailbox.view()
-        assert (len(page), page.readonly, page.format) == (4096, False, "B")
-        assert bytes(page) == bytes(4096)
-        page[5] = 9
-        assert ctypes.c_uint8.from_address(heap.mailbox.host + 5).value == 9
-        assert heap.mailbox.host == heap.mailbox.device
-        assert heap.mailbox.host % 4096 == 0
 
 
 @on_ranks(2, "cpu", "cuda", dies=[1])
@@ -437,3 +439,114 @@ def test_a_tensor_over_an_address_sees_the_memory_and_keeps_its_owner():
     del view
     assert gone() is None
     assert not cuda._alive
+
+
+GIB = 1 << 30
+Host = Callable[..., None]
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """Set the memory, and of control groups the limit, used and reclaimable bytes."""
+    proc, tree = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    monkeypatch.setattr(host_memory, "PROC", proc)
+    monkeypatch.setattr(host_memory, "CGROUPS", tree)
+
+    def set_up(available=64 * GIB, *, swap=0, own="0::/", groups=None):
+        (proc / "self/cgroup").write_text(own + "\n")
+        lines = f"MemTotal: 9 kB\nMemAvailable: {available >> 10} kB\nSwapFree: {swap >> 10} kB\n"
+        (proc / "meminfo").write_text(lines)
+        for path, (limit, used, files) in (groups or {}).items():
+            folder = tree / path
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "memory.max").write_text(f"{limit}\n")
+            (folder / "memory.current").write_text(f"{used}\n")
+            stat = f"anon 7\ninactive_file {files}\nactive_file 0\n"
+            (folder / "memory.stat").write_text(stat)
+
+    return set_up
+
+
+def refusal(group: weft.Group, size: int) -> str:
+    try:
+        host_memory.check_host_memory(group, size, label="a heap")
+    except InvalidArgument as error:
+        return str(error)
+    return ""
+
+
+def common_refusal(ranks: Callable[..., Callable[..., list[str]]], size: int) -> str:
+    first, second = ranks(2, "threads")(refusal, size)
+    assert first == second
+    return first
+
+
+def test_all_ranks_of_the_host_count(ranks, host):
+    host(8 * GIB)
+    assert common_refusal(ranks, 4 * GIB) == ""
+    text = common_refusal(ranks, 4 * GIB + 1)
+    assert f"({4 * GIB + 1} bytes) on each of 2 ranks" in text
+    assert f"({8 * GIB + 2} bytes) in total" in text
+    assert f"rank 0 sees 8.59 GB ({8 * GIB} bytes) available" in text
+    host(4 * GIB, swap=4 * GIB, groups={"": ("max", 0, 0)})
+    assert (common_refusal(ranks, 4 * GIB), common_refusal(ranks, 4 * GIB + 1) != "") == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("own", "path"),
+    [
+        ("0::/a/b", "a/b"),
+        ("0::/a/b", "a"),  # of the group around it
+        ("0::/not/shown/here", ""),  # a container sees its own group at the root
+    ],
+)
+def test_the_tightest_control_group_counts(ranks, host, own, path):
+    above = {"": ("max", 0, 0)} if path[-1:] == "b" else {}
+    host(own=own, groups={**above, path: (6 * GIB, 3 * GIB, 1 * GIB)})
+    # 6 GiB, of which 3 are taken, and 1 of these is pages of files that can go.
+    assert common_refusal(ranks, 2 * GIB) == ""
+    text = common_refusal(ranks, 2 * GIB + 1)
+    assert f"({4 * GIB + 2} bytes) in total for the 2 in the control group of rank 0" in text
+    assert f"({4 * GIB} bytes) left" in text
+    assert str(host_memory.CGROUPS / path) in text
+
+
+def test_groups_without_a_limit_and_gpu_ranks_are_unlimited(ranks, host):
+    host(own="0::/a", groups={"a": ("max", 3 * GIB, 0)})
+    assert common_refusal(ranks, 30 * GIB) == ""
+    host(GIB)
+
+    def body(group: weft.Group) -> str:
+        group.device = torch.device("cuda", 0)
+        return refusal(group, 100 * GIB)
+
+    assert ranks(2, "threads")(body) == ["", ""]
+
+
+MUCH: dict[str, Any] = {"max_tokens": 8192, "top_k": 8, "num_experts": 64, "hidden": 32768}
+LARGE: dict[str, Callable[[weft.Group], object]] = {
+    "alltoall": lambda group: weft.AllToAll(group, **{**MUCH, "max_tokens": 1 << 20}),
+    "lowlatency": lambda group: weft.LowLatencyAllToAll(group, **MUCH),
+    # The share would fit; what its dispatches return would not.
+    "results": lambda group: weft.LowLatencyAllToAll(
+        group, **{**MUCH, "max_tokens": 512, "num_experts": 256, "hidden": 16384}
+    ),
+    "allreduce": lambda group: weft.AllReduce(group, max_tokens=1 << 19, hidden=32768),
+    "heap": lambda group: weft.Heap.create(group, 60_000_000_000),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_oversized_heaps_are_refused_at_creation(ranks, host, kind):
+    host(5 * GIB)
+
+    def build(group: weft.Group) -> str:
+        with pytest.raises(InvalidArgument) as caught:
+            LARGE[kind](group)
+        group.barrier()  # it is unharmed
+        return str(caught.value)
+
+    first, second = ranks(2, "threads")(build)
+    assert first == second
+    assert f"({5 * GIB} bytes) available" in first

@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other refusals of groups of several hosts, and freed resources."""
+"""Groups of several hosts, and of machines of one NVLink domain, which are one host.
+
+No machine here has such a neighbour: ranks are told that they are of two, and memory goes between
+them by descriptors instead of fabric handles.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import weft
+from tests import rounds
 from tests.baseline import die, raises_soon
 from tests.hosts.spanning import across, on_hosts, play
 from tests.ranks import on_ranks
@@ -22,6 +29,9 @@ from tests.rounds import Round
 from weft import errors
 from weft.compat.deep_ep import Buffer
 from weft.compat.ranks import lease_group
+from weft.group import hosts
+from weft.group.hosts import group_by_host, group_by_machine
+from weft.group.torch_groups import TorchControl
 from weft.reference import identity_experts
 
 CASE = Round(tokens=(5, 0, 8, 2))
@@ -45,20 +55,6 @@ def test_an_all_reduce_and_a_recovery_are_of_one_host(group: weft.Group) -> None
         with pytest.raises(errors.InvalidArgument, match=text):
             call()
     weft.AllReduce(group.local, max_tokens=4, hidden=64).close()
-
-
-@across(2)
-def test_an_operator_is_made_on_all_hosts_or_on_none(group: weft.Group) -> None:
-    options = {"num_sms": 3} if group.rank == 2 else {}
-    with pytest.raises(
-        errors.CreationFailed, match="rank 2 of 4: InvalidArgument: num_sms is 3 on a CPU"
-    ):
-        weft.AllToAll(group, **CASE.sizes(8), **options)  # type: ignore[arg-type]
-    with CASE.open(group, 8) as a2a:  # as if nothing had been
-        play(a2a, CASE)
-        assert not [m for m in gc.get_referrers(a2a) if isinstance(m, weft.AllToAll)]
-    with pytest.raises(errors.OutOfOrder, match="closed"):
-        a2a.check()
 
 
 def other_rows(group: weft.Group) -> str:
@@ -181,3 +177,159 @@ def test_later_groups_of_the_same_hosts_use_the_same_process_groups(group: weft.
         on_hosts(group, 2, leave_with_an_error)
     fresh = on_hosts(group, 2, count_groups)
     assert fresh == first + 2, "a rail that was broken is not used again"
+
+
+def describe(*boots: str, parts: str = "", kinds: Sequence[str] = ()) -> list[Any]:
+    names = ("boot", "part", "device")
+    args = boots, parts or "-" * len(boots), kinds or ["cuda"] * len(boots)
+    places = [dict(zip(names, each, strict=True)) for each in zip(*args, strict=True)]
+    return [
+        each | {"host": f"{each['boot']}-0", "part": each["part"].strip("-"), "token": "t"}
+        for each in places
+    ]
+
+
+TWO, ALL = ((0, 2), (1, 3)), [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("boots", "parts", "reached", "ranks", "names"),
+    [
+        ("abab", "", [[0, 1]] * 4, ((0, 1, 2, 3),), ("a-0 and 1 more",)),
+        # One rank does not map the other machine.
+        ("abab", "", [[]] * 4, TWO, ("a-0", "b-0")),
+        ("abab", "", [[0, 1]] * 3 + [[1]], TWO, ("a-0", "b-0")),
+        ("abab", "", [[0, 1], [1], [0, 1], [1]], TWO, ("a-0", "b-0")),
+        # Two domains.
+        (
+            *("abcd", "", [[0, 1], [0, 1], [2, 3], [2, 3]]),
+            *(((0, 1), (2, 3)), ("a-0 and 1 more", "c-0 and 1 more")),
+        ),
+        # c and d map b, and not a.
+        ("abcd", "", [ALL, ALL, [1, 2, 3], [1, 2, 3]], ((0, 1), (2, 3)), None),
+        # WEFT_HOST tells machines apart.
+        ("abcd", "xxyy", [ALL] * 4, ((0, 1), (2, 3)), None),
+        # Machines of a domain may have unequal numbers of ranks.
+        ("aab", "", [[0, 2]] * 3, ((0, 1, 2),), None),
+    ],
+)
+def test_machines_that_map_all_of_each_other_are_one_host(boots, parts, reached, ranks, names):
+    result = group_by_host(describe(*boots, parts=parts), reached)
+    assert result[0] == ranks
+    assert names in (None, result[1])
+
+
+def test_domains_have_a_maximum_and_hosts_equal_numbers_of_ranks():
+    boots = [boot for boot in "abcd" for _ in range(36)]
+    ranks, _ = group_by_host(describe(*boots), [[0, 36, 72, 108]] * 144)
+    assert [len(each) for each in ranks] == [72, 72]
+    assert group_by_machine(describe(*"abab")) == [[0, 2], [1, 3]]
+    with pytest.raises(errors.RendezvousFailed, match="host a-0 has 2 ranks and host b-0 has 1"):
+        group_by_host(describe(*"aab"), [[]] * 3)
+
+
+@on_ranks(2, "cpu")
+def test_mixed_device_types_are_detected_at_once(group: weft.Group) -> None:
+    """Otherwise ranks that look for NVLink and ranks that do not would wait for each other."""
+    whole = group.process_group()
+    os.environ["WEFT_HOST"] = f"host-{group.rank}"
+    device = "cuda:0" if group.rank == 0 else "cpu"
+    with raises_soon(
+        errors.RendezvousFailed, "on cuda and rank 1 on cpu: pass devices of one", 60.0
+    ):
+        weft.Group.from_torch(whole, device=device, timeout=600.0)
+
+
+def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> weft.Group:
+    """Make the group of ranks that report these machines; domains: the machines of each."""
+    where, whole = hosts.get_host_identity(), group.process_group()
+    domain = {boot: each for each in domains or ["".join(boots)] for boot in each}
+    own = [r for r, boot in enumerate(boots) if domain[boot] == domain[boots[group.rank]]]
+
+    def group_hosts(places: list[Any], _: object) -> Any:
+        machines, of = group_by_machine(places), [domain[each["boot"]] for each in places]
+        return group_by_host(places, [[m[0] for m in machines if of[m[0]] == each] for each in of])
+
+    def exchange_fds(control: TorchControl, fd: int, timeout: float) -> list[int | None]:
+        fds: Any = group.exchange_fds(fd)
+        for rank in set(range(group.size)).difference(own):
+            os.close(fds[rank])
+        return [fds[rank] for rank in own]
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(
+        "weft.group.hosts.get_host_identity", lambda: {**where, "boot": boots[group.rank]}
+    )
+    patch.setattr("weft.group.group.group_by_host", group_hosts)
+    # To the end of the process, whose groups over torch are all of this: heaps are made later.
+    pytest.MonkeyPatch().setattr(TorchControl, "exchange_fds", exchange_fds)
+    pytest.MonkeyPatch().setattr("weft.heap.heap._raise_fabric_lost", Mock())
+    try:
+        return weft.Group.from_torch(whole, device=group.device, timeout=600.0)
+    finally:
+        patch.undo()
+
+
+@on_ranks(4, "cpu")
+def test_a_failure_on_one_machine_is_reported_on_every_rank(group: weft.Group) -> None:
+    """Rank 3 of 4, the second of its machine, cannot watch its peer."""
+    if group.rank == 3:
+        stop = OSError("no more threads")
+        pytest.MonkeyPatch().setattr("weft.group.membership.Liveness", Mock(side_effect=stop))
+    text = (
+        r"connecting the ranks of one machine, \[2, 3\] numbered from 0, failed on rank 2 of.*"
+        r"rank 1 \(pid.*could not watch its peers: no more threads"
+    )
+    with pytest.raises(errors.CreationFailed, match=text):
+        on_machines(group, *"aabb")
+
+
+@pytest.mark.parametrize("boots", ["abab", "aaab"])
+@on_ranks(4, "cpu", "cuda")
+def test_a_domain_of_machines_matches_the_reference(group: weft.Group, boots: str) -> None:
+    with on_machines(group, *boots) as domain:
+        assert (domain.machines, domain.hosts) == (2, 1)
+        assert domain.host_ranks == ((0, 1, 2, 3),)
+        assert domain.local is domain
+        case = Round(tokens=(5, 0, 8, 2), hidden=256, add=True)
+        with case.open(domain, 8) as a2a:
+            for seed in range(3):
+                rounds.play(a2a, case.next(seed=seed))
+        with weft.AllReduce(domain, max_tokens=4, hidden=64) as reduce:
+            own = torch.full((4, 64), 1.0 + domain.rank, device=domain.device).bfloat16()
+            out = reduce.fused(own).out
+            assert out is not None
+            assert out.eq(10.0).all()
+        with pytest.raises(errors.InvalidArgument, match="a group of 2 machines cannot recover"):
+            domain.recover()
+        with pytest.raises(
+            errors.InvalidArgument, match="it needs ranks on one machine, but they are on"
+        ):
+            domain.require_one_machine("it", fix="leave it out")
+
+
+@on_ranks(4, "cpu")
+def test_several_domains_are_several_hosts(group: weft.Group) -> None:
+    with on_machines(group, *"abcd", domains=("ab", "cd")) as whole:
+        assert (whole.machines, whole.hosts, whole.local.machines) == (4, 2, 2)
+        assert whole.host_ranks == ((0, 1), (2, 3))
+        case = Round(tokens=(5, 0, 8, 2), hidden=256, add=True)
+        with case.open(whole, 8) as a2a:
+            play(a2a, case)
+
+
+@on_ranks(3, "cpu", "cuda", dies=[1], timeout=200.0)
+def test_a_death_is_named_at_once_on_every_machine(group: weft.Group) -> None:
+    """Ranks 0 and 1 are on one machine, 2 on another."""
+    case = Round(tokens=(5, 3, 8), experts=12, hidden=256)
+    with on_machines(group, *"aab") as domain:
+        with case.open(domain, 8, timeout=60.0) as a2a:
+            rounds.play(a2a, case)
+            domain.barrier()
+            if domain.rank == 1:
+                die()
+            with raises_soon(errors.GroupError, "rank 1", 30.0) as caught:
+                rounds.play(a2a, case, poison=False)
+        assert caught.type in (errors.PeerDied, errors.PeerLeft)
+        advice = "a group of 2 machines does not recover" in str(caught.value)
+        assert advice == (caught.type is errors.PeerDied)
