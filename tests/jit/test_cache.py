@@ -5,48 +5,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from weft.errors import SetupError
 from weft.jit.cache import Cache, build_key, default_path
-from weft.jit.source import INCLUDE_ROOT
+from weft.launcher.processes import start_fork_server
 
 META = {"name": "thing", "kind": "cubin", "arch": "sm_90a", "compiler": "NVRTC 13.0"}
 KEY = build_key(entry="int x;")
 OTHER_USER = 65534
-# Three processes that want an entry: each appends a line to the log when it builds, and prints what
-# it got. The first takes forever; the others start when the file "go" is there.
-BUILDERS = """
-import os, sys, time
-from pathlib import Path
-from weft.jit.cache import Cache
-folder, key = Path(sys.argv[1]), sys.argv[2]
-meta = {"name": "thing", "kind": "cubin", "arch": "sm_90a", "compiler": "NVRTC 13.0"}
-def fetch(seconds):
-    def build():
-        with open(folder / "log", "a") as file:
-            file.write(f"{os.getpid()}\\n")
-        time.sleep(seconds)
-        return b"built"
-    print(Cache(folder / "cache", lock_timeout=1800).fetch(key, build, meta).decode(), flush=True)
-for seconds in (600, 0.2, 0.2):
-    while seconds < 1 and not (folder / "go").exists():
-        time.sleep(0.01)
-    if os.fork() == 0:
-        fetch(seconds)
-        os._exit(0)
-for _ in range(3):
-    os.wait()
-"""
 
 
 def store(cache: Cache, key: str = KEY, code: bytes = b"code") -> bytes:
@@ -63,14 +35,12 @@ def refuses(words: str, use: Callable[[], object]) -> None:
 
 
 def test_key_depends_on_every_part_and_on_its_name() -> None:
-    parts: list[dict[str, Any]] = [
-        {"entry": "a", "options": ["b", "c"]},
-        {"entry": "a", "options": ["bc"]},
-        {"entry": "a", "options": "bc"},
-        {"entry": "a", "headers": ["b", "c"]},
-        {"entry": "b", "options": ["b", "c"]},
-    ]
-    assert len({build_key(**each) for each in parts}) == len(parts)
+    keys = {
+        build_key(entry="b", options=["b", "c"]),
+        build_key(entry="a", headers=["b", "c"]),
+        *(build_key(entry="a", options=each) for each in (["b", "c"], ["bc"], "bc")),
+    }
+    assert len(keys) == 5
     assert build_key(x="1", y="2") == build_key(y="2", x="1")
 
 
@@ -120,31 +90,41 @@ def test_one_of_many_threads_builds(cache: Cache) -> None:
     assert builds == [b"code"]
 
 
+def fetch_slowly(folder: Path, seconds: float) -> None:
+    """Fetch an entry, whose builder leaves a line in the log and takes so long."""
+
+    def build() -> bytes:
+        with open(folder / "log", "a") as file:
+            file.write("built\n")
+        time.sleep(seconds)
+        return b"built"
+
+    cache = Cache(folder / "cache", lock_timeout=1800)
+    assert cache.fetch(KEY, build, dict(META)) == b"built"
+
+
 def test_one_of_many_processes_builds_and_a_killed_one_releases_its_lock(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    builders = subprocess.Popen(
-        [sys.executable, "-c", BUILDERS, str(tmp_path), KEY],
-        env={**os.environ, "PYTHONPATH": str(INCLUDE_ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with builders:
-        try:
-            deadline = time.monotonic() + 1800
-            while not (log.exists() and log.read_text()):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            waiting = Cache(tmp_path / "cache", lock_timeout=0.2)
-            words = "waited 0.2 s for another process to build 'thing'"
-            refuses(words, lambda: waiting.fetch(KEY, refuse, dict(META)))
-            (tmp_path / "go").touch()
-            os.kill(int(log.read_text()), signal.SIGKILL)
-            assert builders.communicate()[0].split() == ["built"] * 2
-            assert len(log.read_text().splitlines()) == 2
-        finally:
-            if builders.poll() is None:
-                os.killpg(builders.pid, signal.SIGKILL)
+    server, log = start_fork_server(), tmp_path / "log"
+    first, *others = [
+        server.Process(target=fetch_slowly, args=(tmp_path, seconds)) for seconds in (600, 0.2, 0.2)
+    ]
+    first.start()
+    try:
+        deadline = time.monotonic() + 1800
+        while not (log.exists() and log.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        waiting = Cache(tmp_path / "cache", lock_timeout=0.2)
+        words = "waited 0.2 s for another process to build 'thing'"
+        refuses(words, lambda: waiting.fetch(KEY, refuse, dict(META)))
+        for each in others:
+            each.start()
+    finally:
+        first.kill()
+    for each in others:
+        each.join()
+        assert each.exitcode == 0
+    assert len(log.read_text().splitlines()) == 2
 
 
 def test_a_build_that_raises_leaves_the_entry_free(cache: Cache) -> None:

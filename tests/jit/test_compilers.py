@@ -71,15 +71,15 @@ NVRTC = Compiler(
 )  # fmt: skip
 
 
-def missing() -> str | None:
+def explain_missing_nvrtc() -> str:
     try:
         nvrtc.nvrtc_version()
     except CompileError as error:
         return str(error)
-    return None
+    return ""
 
 
-needs_nvrtc = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+needs_nvrtc = pytest.mark.skipif(bool(explain_missing_nvrtc()), reason=explain_missing_nvrtc())
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler is installed"
 )
@@ -283,3 +283,7 @@ def test_header_digest_covers_path_and_content_of_what_entries_include(tree: Pat
 def test_names_that_cannot_name_a_file_are_refused(name: str) -> None:
     with pytest.raises(InvalidArgument, match="is not a valid file name"):
         source.check_name(name)
+
+
+def test_a_log_is_truncated() -> None:
+    assert source.truncate_log("x" * 16_100).endswith("\n... and 100 characters more")
