@@ -195,7 +195,7 @@ def play(
         if poison:
             untouched = got[~carries].contiguous().view(torch.uint8)
             assert bool((untouched == MARK).all()), "a slot that carries no token was written"
-    y = _answer(received, kind, case.dtype)
+    y = expert_answers(received, kind, case.dtype)
     out = torch.full_like(x, float("nan"))
     more = add if case.add else None
     own = (y,) if case.seed % 2 else ()  # experts return a tensor of theirs, or write in place
@@ -245,7 +245,7 @@ def drop_dead_ids(ids: torch.Tensor, owners: Iterable[int], living: Iterable[int
     return torch.where(gone, -1, ids)
 
 
-def _answer(received: weft.Received, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
+def expert_answers(received: weft.Received, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
     """Return the rows of experts that copy their token; NaN in unused slots."""
     if kind is not None:
         numbers, scales = received.payloads[:2]

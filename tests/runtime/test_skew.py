@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import weft
-from tests.rounds import Round, bits
+from tests.rounds import Round, bits, expert_answers, synchronize
+from tests.steps import capture_body
 
 MODES: dict[str, dict[str, Any]] = {
     "pull": {},
@@ -34,38 +34,33 @@ MODES: dict[str, dict[str, Any]] = {
 MOST_US = 200
 
 
-def delay(device: torch.device, microseconds: int) -> None:
-    if device.type == "cpu":
-        time.sleep(microseconds * 1e-6)
-    elif microseconds:
-        torch.cuda._sleep(2000 * microseconds)  # cycles, at about 2 GHz
-
-
 class Step:
     """One round with its inputs, delays and expected result; counts wrong bytes."""
 
     def __init__(self, a2a: weft.AllToAll, case: Round, options: dict[str, Any]) -> None:
         self.a2a, self.options, self.device = a2a, options, a2a.group.device
         self.x, self.ids, self.weights, _ = case.inputs_of(a2a.rank, self.device)
-        self.case, self.stats = case, None
-        if "stats" in options:
-            self.stats = torch.arange(4, dtype=torch.int32, device=self.device) + a2a.rank
-        kind = options.get("quantize")
-        x = self.x
+        numbers = torch.arange(a2a.ep_size)[:, None] + torch.arange(4)
+        self.numbers = numbers.int().to(self.device)
+        self.stats = self.numbers[a2a.rank] if "stats" in options else None
+        x, kind = self.x.cpu(), options.get("quantize")
         if kind:
-            x = weft.reference.dequantize(*weft.reference.quantize(x.cpu(), kind)).to(x)
-        inputs = x.cpu(), self.ids.cpu(), self.weights.cpu(), a2a.placement
-        wire = options.get("combine_dtype")
-        wanted = weft.reference.identity_round_trip(*inputs, ranks=a2a.ep_size, combine_dtype=wire)
+            x = weft.reference.dequantize(*weft.reference.quantize(x, kind)).to(x)
+        inputs, wire = (self.ids.cpu(), self.weights.cpu()), options.get("combine_dtype")
+        wanted = weft.reference.identity_round_trip(
+            x, *inputs, a2a.placement, ranks=a2a.ep_size, combine_dtype=wire
+        )
         self.wanted = bits(wanted).to(self.device)
         # One rank is late, and another one later in the round.
         late = random.Random(case.seed)
-        self.pauses = [late.randrange(MOST_US) for _ in range(3)]
-        self.late = [late.randrange(a2a.ep_size) for _ in self.pauses]
+        self.pauses = [(late.randrange(a2a.ep_size), late.randrange(MOST_US)) for _ in range(3)]
 
     def pause(self, point: int) -> None:
-        if self.late[point] == self.a2a.rank:
-            delay(self.device, self.pauses[point])
+        rank, microseconds = self.pauses[point]
+        if rank == self.a2a.rank and self.device.type == "cpu":
+            time.sleep(microseconds * 1e-6)
+        elif rank == self.a2a.rank and microseconds:
+            torch.cuda._sleep(2000 * microseconds)  # cycles, at about 2 GHz
 
     def __call__(self, wrong: torch.Tensor) -> None:
         a2a, split_phase = self.a2a, self.options.get("split_phase", False)
@@ -77,7 +72,7 @@ class Step:
         else:
             received = a2a.dispatch(self.x, self.ids, self.weights, stats=self.stats)
             self.pause(1)
-        a2a.output().copy_(self.experts(received))
+        a2a.output().copy_(expert_answers(received, self.options.get("quantize"), self.x.dtype))
         if split_phase:
             a2a.combine_send()
             self.pause(2)
@@ -87,25 +82,7 @@ class Step:
             out = a2a.combine()
         wrong += (bits(out) != self.wanted).sum()
         if received.stats is not None:
-            ranks = torch.arange(a2a.ep_size, dtype=torch.int32, device=self.device)[:, None]
-            numbers = torch.arange(4, dtype=torch.int32, device=self.device)
-            wrong += (received.stats != ranks + numbers).sum()
-
-    def experts(self, received: weft.Received) -> torch.Tensor:
-        """Return the sum of the weights times the received row, or NaN in unused slots."""
-        planes = received.payloads
-        x = planes[0]
-        if self.options.get("quantize"):
-            x = weft.reference.dequantize(planes[0], planes[1]).to(self.case.dtype)
-        seen = weft.Received((x,), received.ids, received.weights, received.counts, received.stats)
-        return weft.reference.identity_experts(seen, self.case.dtype)
-
-
-def replayed(step: Step, wrong: torch.Tensor) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(wrong)
-    return graph.replay
+            wrong += (received.stats != self.numbers).sum()
 
 
 def soak(group: weft.Group, options: dict[str, Any], rounds: int) -> int:
@@ -122,23 +99,16 @@ def soak(group: weft.Group, options: dict[str, Any], rounds: int) -> int:
         for size in (1, 9, 64)
         for seed in range(3)
     ]
-    a2a = weft.AllToAll(group, **cases[0].sizes(64), timeout=600.0, **options)
-    with a2a:
-        steps = [Step(a2a, case, options) for case in cases]
-        plays: list[Callable[[], None]] = [functools.partial(step, wrong) for step in steps]
-        for play in plays:
-            play()
-        if cuda:
-            torch.cuda.synchronize()
-            graphs = [replayed(step, wrong) for step in steps]
-            plays = [*graphs, *plays]  # eager rounds between replays
+    with weft.AllToAll(group, **base.sizes(64), timeout=600.0, **options) as a2a:
+        steps = [functools.partial(Step(a2a, case, options), wrong) for case in cases]
+        plays = [capture_body(group, step) for step in steps]
+        plays += steps if cuda else ()  # eager rounds between replays
         order = random.Random(11)
         for done in range(rounds):
             plays[order.randrange(len(plays))]()
             if done % 500 == 0:
                 a2a.check()
-        if cuda:
-            torch.cuda.synchronize()
+        synchronize(group.device)
         a2a.check()
         return int(wrong)
 
