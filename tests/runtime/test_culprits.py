@@ -150,10 +150,8 @@ def test_a_regular_exit_disturbs_no_rank(group, kind):
         assert bool((last == expected).all())
 
 
-EXCHANGE, REDUCE = (
-    {faults.DISPATCH_ENTER: "dispatch", faults.COMBINE_ENTER: "combine"},
-    {faults.REDUCE_ENTER: ""},
-)
+EXCHANGE = {faults.DISPATCH_ENTER: "dispatch", faults.COMBINE_ENTER: "combine"}
+REDUCE = {faults.REDUCE_ENTER: ""}
 # Where a rank may stay away, and the phase in which the others miss it.
 ABSENT: dict[str, tuple[Kind, dict[int, str]]] = {
     "pull": (KINDS["pull"], EXCHANGE),
@@ -174,7 +172,7 @@ def test_an_absent_rank_is_named_within_the_deadline(group: weft.Group, name: st
             op.round()
             hurry(op.made, 1.0)
             if group.rank == 1:
-                faults.plan_fault(op.made, point, faults.STAY_AWAY)
+                plan_fault(op.made, point, faults.STAY_AWAY)
             group.barrier()
             start, text = time.monotonic(), ""
             try:
@@ -211,20 +209,18 @@ def test_delays_at_every_point_change_no_byte(group: weft.Group, name: str) -> N
     with SUBJECTS[name].open(group, _defines=faults.FAULTS) as subject:
         for point in range(faults.DISPATCH_ENTER, faults.BEFORE_READ + 1):
             if group.rank == point % group.size:
-                faults.plan_fault(subject.made, point, faults.JITTER, argument=400_000)
+                plan_fault(subject.made, point, faults.JITTER, argument=400_000)
             subject.rounds(12, range(group.size))
 
 
 @pytest.mark.parametrize("name", ["pull", "receiver", "oneshot"])
 @on_ranks(3, "cpu", "cuda")
 def test_a_late_rank_is_waited_for_and_the_first_round_has_a_deadline(group, name):
-    kind, points = ABSENT[name]
+    kind, (point, *_) = ABSENT[name]
     with kind.open(group, faults=True) as op:
         op.round()  # a GPU loads torch's kernels at their first call, which takes long
         if group.rank == 1:
-            faults.plan_fault(
-                op.made, next(iter(points)), faults.DELAY, epoch=2, argument=300_000_000
-            )
+            plan_fault(op.made, point, faults.DELAY, epoch=2, argument=300_000_000)
         start = time.monotonic()
         op.round()
         assert 0.25 < time.monotonic() - start < 100.0
@@ -284,36 +280,31 @@ def test_ctrl_c_ends_a_wait_at_once(group: weft.Group, name: str) -> None:
 
 
 DISPATCH, LAST = 1, EPOCH_MASK
-LATE: dict[str, Any] = {"code": PEER_TIMEOUT, "rank": 0, "peer": 1}
-DEAD: dict[str, Any] = {"code": PEER_DIED, "rank": 0, "peer": 2, "phase": DISPATCH, "expected": 5}
-LIMITS = [
-    (first, {**LATE, "phase": phase, "expected": epoch, "reported_by": reporter}, f" {option}= if")
-    for phase in (DISPATCH, ALL_REDUCE)
-    for reporter in (0, 3)
-    for first, epoch, option in (
-        (0, 1, "first_timeout"),
-        (0, 2, "timeout"),
-        (LAST - 4, LAST - 3, "first_timeout"),
-        (LAST - 4, 3, "timeout"),
-        (LAST, 0, "first_timeout"),
-    )
+# The record of an error: code, peer, phase, epoch, reporter; the epoch before the first; and words.
+ERRORS = [
+    (PEER_TIMEOUT, 2, DISPATCH, 5, 3, 0, "rank 2 timed out in its own part of this call"),
+    (PEER_TIMEOUT, 1, DISPATCH, 5, 3, 0, "rank 2 timed out waiting for rank 1"),
+    (PEER_TIMEOUT, 0, DISPATCH, 5, 3, 0, "rank 2 timed out waiting for this rank, 0,"),
+    (ABORTED, 0, DISPATCH, 5, 0, 0, "because this rank called abort() or was interrupted"),
+    (PEER_DIED, 2, DISPATCH, 5, 0, 0, "rank 2 died: process 102 ended"),
+    *(
+        (PEER_TIMEOUT, 1, phase, epoch, reporter, first, f" {option}= if")
+        for phase in (DISPATCH, ALL_REDUCE)
+        for reporter in (0, 3)
+        for option, first, epoch in (
+            *(("first_timeout", first, (first + 1) & LAST) for first in (0, LAST - 4, LAST)),
+            *(("timeout", 0, 2), ("timeout", LAST - 4, 3)),
+        )
+    ),
 ]
 
 
 @pytest.mark.parametrize("machines", [1, 2])
 def test_errors_name_ranks_limits_and_whether_the_group_recovers(machines: int) -> None:
-    late = LATE | {"phase": DISPATCH, "expected": 5, "reported_by": 3}
-    aborted = {"code": ABORTED, "rank": 1, "peer": 1, "phase": DISPATCH, "expected": 5}
-    for first, fields, text in (
-        *LIMITS,
-        (0, late | {"peer": 2}, "rank 2 timed out in its own part of this call"),
-        (0, late, "rank 2 timed out waiting for rank 1"),
-        (0, late | {"peer": 0}, "rank 2 timed out waiting for this rank, 0,"),
-        (0, aborted, "because this rank called abort() or was interrupted"),
-        (0, DEAD, "rank 2 died: process 102 ended"),
-    ):
+    names = ("code", "peer", "phase", "expected", "reported_by")
+    for *values, first, text in ERRORS:
         calls = lambda rank: 100 + rank, lambda rank: "", lambda rank, value: f"{value} of {rank}"
-        record = ErrorRecord(**fields)
+        record = ErrorRecord(rank=0, **dict(zip(names, values, strict=True)))
         error = build_group_error(record, *calls, first_epoch=first, machines=machines)
         kind = {PEER_TIMEOUT: PeerTimeout, ABORTED: Aborted, PEER_DIED: PeerDied}[record.code]
         assert type(error) is kind
