@@ -177,19 +177,26 @@ def test_no_descriptor_is_left_by_success_or_failure():
     assert len({once() for _ in range(3)}) == 1
 
 
+def touch_and_gather(path, *args):
+    path.touch()
+    gather(*args)
+
+
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_is_killed_while_it_waits_ends_the_meeting(meeting, victim):
+def test_a_rank_that_is_killed_while_it_waits_ends_the_meeting(meeting, victim, tmp_path):
     """The meeting ends for the present ranks, and for one that comes later."""
-    place = Meeting.from_address(meeting.address)
-    args = (meeting if victim == 0 else place, victim, 4, LONG)
-    process = start_fork_server().Process(target=gather, args=args)
+    place, started = Meeting.from_address(meeting.address), tmp_path / "started"
+    args = (started, meeting if victim == 0 else place, victim, 4, LONG)
+    process = start_fork_server().Process(target=touch_and_gather, args=args)
     process.start()
     if victim == 0:
         meeting.listener.close()  # the process has it
     with ThreadPoolExecutor(2) as pool:
         places = {1: place} if victim == 0 else {0: meeting, 1: place}
         ranks = [pool.submit(gather, at, r, 4, LONG) for r, at in places.items()]
-        time.sleep(0.3)
+        while not started.exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
         process.kill()
         for rank in ranks:
             assert f"rank {victim} (pid {process.pid}) died" in str(rank.result(SOON))
