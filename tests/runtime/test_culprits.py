@@ -6,6 +6,7 @@ Deadlines are ten minutes here unless a test hurries, so an error that comes has
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ from tests.operators import FOR_EACH_PEER, HIDDEN, KINDS, POINTS, TOP_K, Kind
 from tests.patience import hurry
 from tests.ranks import on_ranks
 from tests.subjects import SUBJECTS
+from weft import errors
 from weft.errors import Aborted, PeerDied, PeerLeft, PeerTimeout, RankFailed
 from weft.heap.header import EPOCH_MASK, RING_RECORDS, ErrorRecord
 from weft.runtime.report import ABORTED, ALL_REDUCE, PEER_DIED, PEER_TIMEOUT, build_group_error
@@ -233,6 +235,19 @@ def test_a_late_rank_is_waited_for_and_the_first_round_has_a_deadline(group, nam
                 op.round()
             assert time.monotonic() - start > 0.5
         group.barrier()  # a rank that gives back memory holds up the others of its GPU
+
+
+@pytest.mark.parametrize("name", ["pull", "receiver"])
+@on_ranks(3, "cpu", "cuda")
+def test_another_geometry_is_detected_in_band(group, name):
+    with KINDS[name].open(group, faults=True) as op:
+        op.round()
+        if group.rank == 2:
+            plan_fault(op.made, faults.BEFORE_FLAG, faults.LIE, peer=0)
+        text = "^rank 0, dispatch: rank 2 made a different call from this rank, which called with"
+        told = pytest.raises(errors.GeometryMismatch, match=text)
+        with contextlib.suppress(errors.GroupError) if group.rank else told:
+            op.round()
 
 
 @pytest.mark.parametrize("name", ["pull", "receiver", "twoshot"])
