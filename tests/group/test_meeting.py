@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,9 +87,9 @@ def meeting():
 
 def has_listener(meeting):
     """Whether a process listens for the meeting; connected sockets show the name as well."""
-    with open("/proc/net/unix", encoding="ascii") as file:
-        lines = [line.split() for line in file if line.endswith(f" @{meeting._socket_name[1:]}\n")]
-    return any(flags == "00010000" for _, _, _, flags, *_ in lines)
+    name = f" @{meeting._socket_name[1:]}"
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return any(line.endswith(name) and line.split()[3] == "00010000" for line in lines)
 
 
 @pytest.mark.parametrize(("size", "hub"), [(1, 0), (2, 1), (4, 2)])

@@ -21,44 +21,38 @@ from weft.hosts.buffers import RailViews
 TOKENS = 8
 FOUR = Round(tokens=(5, 0, 8, 2))
 LESS = Round(tokens=(8, 1, 0, 4), hidden=256)
-FP8 = {"quantize": "fp8"}
-MXFP8 = {"quantize": "mxfp8"}
-# Rounds, the hosts that play them, and how.
-CASES: dict[str, tuple[Round, int | list[int], dict[str, Any]]] = {
-    "pull": (FOUR.next(add=True), 2, {}),
-    "push": (
-        Round(tokens=(8,) * 4, router="holes", ids_dtype=torch.int64, options={"combine": "push"}),
-        *(2, {}),
+WIDE = Round(tokens=(8,) * 4, router="holes", ids_dtype=torch.int64, options={"combine": "push"})
+CASES: dict[str, Round] = {
+    "pull": FOUR.next(add=True),
+    "push": WIDE,
+    "fp8 back": LESS.next(tokens=(1, 2, 3, 7), add=True, options={"combine_dtype": "fp8"}),
+    "fp8": LESS.next(options={"quantize": "fp8"}),
+    "mxfp8": LESS.next(hidden=128, dtype=torch.float16, options={"quantize": "mxfp8"}),
+    "nothing": Round(tokens=(0, 0, 0, 0)),
+    "three hosts": Round(tokens=(3, 8, 0, 5, 1, 2), experts=13),
+    "one rank a host": Round(tokens=(3, 8)),
+    "ranks in turn": FOUR.next(weighted=False),
+    "a host without experts": FOUR.next(experts=4, top_k=2, options={"expert_map": [1, 0, 0, 1]}),
+    "experts in turn": FOUR.next(
+        experts=5, dtype=torch.float32, options={"expert_map": [3, 0, 3, 1, 2]}
     ),
-    "fp8 back": (
-        Round(tokens=(1, 2, 3, 7), hidden=256, add=True, options={"combine_dtype": "fp8"}),
-        *(2, {}),
-    ),
-    "fp8": (LESS.next(options=FP8), 2, {}),
-    "mxfp8": (LESS.next(hidden=128, dtype=torch.float16, options=MXFP8), 2, {}),
-    "nothing": (Round(tokens=(0, 0, 0, 0)), 2, {}),
-    "three hosts": (Round(tokens=(3, 8, 0, 5, 1, 2), experts=13), 3, {}),
-    "one rank a host": (Round(tokens=(3, 8)), 2, {}),
-    "ranks in turn": (FOUR.next(weighted=False), [0, 1, 0, 1], {}),
-    "a host without experts": (
-        FOUR.next(experts=4, top_k=2, options={"expert_map": [1, 0, 0, 1]}),
-        *(2, {}),
-    ),
-    "experts in turn": (
-        FOUR.next(experts=5, dtype=torch.float32, options={"expert_map": [3, 0, 3, 1, 2]}),
-        *(2, {}),
-    ),
-    "more choices than experts on a host": (Round(tokens=(8,) * 4, experts=4, top_k=4), 2, {}),
-    "halves": (FOUR.next(add=True, options={"split_phase": True}), 2, {"halves": True}),
-    "counts on the device": (FOUR.next(add=True), 2, {"counts": [3, 0, 8, 0]}),
-    "statistics": (FOUR.next(options={"stats": 3}), 2, {}),
-    "rows of any width": (FOUR.next(extra=(3, 40)), 2, {}),
+    "more choices than experts on a host": Round(tokens=(8,) * 4, experts=4, top_k=4),
+    "halves": FOUR.next(add=True, options={"split_phase": True}),
+    "counts on the device": FOUR.next(add=True),
+    "statistics": FOUR.next(options={"stats": 3}),
+    "rows of any width": FOUR.next(extra=(3, 40)),
 }
-BY_SHAPE = {(len(case.tokens), str(hosts)): hosts for case, hosts, _ in CASES.values()}
+# Where they differ from the default: the hosts, of which there are two, and how a round is played.
+HOSTS: dict[str, int | list[int]] = {"three hosts": 3, "ranks in turn": [0, 1, 0, 1]}
+HOW: dict[str, Any] = {"halves": {"halves": True}, "counts on the device": {"counts": [3, 0, 8, 0]}}
+BY_SHAPE: dict[str, list[str]] = {}
+for each, case in CASES.items():
+    BY_SHAPE.setdefault(f"{len(case.tokens)} ranks, {HOSTS.get(each, 2)}", []).append(each)
 
 
 def play_cases(group: weft.Group, *names: str) -> None:
-    for case, _, how in (CASES[name] for name in names):
+    for name in names:
+        case, how = CASES[name], HOW.get(name, {})
         with case.open(group, TOKENS) as a2a:
             for seed in range(3):
                 rounds.play(a2a, case.next(seed=seed), **how)
@@ -77,10 +71,10 @@ def test_two_hosts_with_interleaved_ranks_match_the_reference(group: weft.Group)
 
 
 @campaign
-@pytest.mark.parametrize(("count", "hosts"), BY_SHAPE)
-def test_hosts_match_the_reference(ranks, count, hosts):
-    names = [n for n, (c, h, _) in CASES.items() if (len(c.tokens), str(h)) == (count, hosts)]
-    ranks(count, "cpu")(on_hosts, BY_SHAPE[count, hosts], play_cases, *names)
+@pytest.mark.parametrize("names", BY_SHAPE.values(), ids=list(BY_SHAPE))
+def test_hosts_match_the_reference(ranks, names):
+    count, hosts = len(CASES[names[0]].tokens), HOSTS.get(names[0], 2)
+    ranks(count, "cpu")(on_hosts, hosts, play_cases, *names)
 
 
 @campaign

@@ -7,8 +7,6 @@ Bytes that a host sends are counted at its link.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,13 @@ from typing import Any
 import pytest
 
 import weft
+from tests.baseline import die
 from tests.hosts.network import Network
 from tests.hosts.spanning import campaign, play
 from tests.rounds import Round
 from weft.cli.namespaces import Namespaces, can_create_namespaces, run_ip
 from weft.errors import GroupError
+from weft.launcher.processes import start_fork_server
 
 TIMEOUT = 2.0
 SLACK = 4.0  # of a busy machine, beyond the deadline
@@ -156,19 +156,17 @@ def test_a_round_sends_its_slots_to_each_other_host_once_and_little_else(hosts, 
     assert out + home <= each <= 1.05 * TOKENS * (row + 2 * HIDDEN)
 
 
-MAKES = """
-import os, signal
-from weft.cli.namespaces import Namespaces
-Namespaces(1).__enter__()
-print(os.getpid(), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def leave_namespaces() -> None:
+    Namespaces(1).__enter__()
+    die()
 
 
-@pytest.mark.skipif(not can_create_namespaces(), reason="no network namespaces here")
+@needs_links
 def test_namespaces_of_a_killed_process_are_removed_later() -> None:
-    killed = subprocess.run([sys.executable, "-c", MAKES], capture_output=True, text=True)
-    left = f"weft-{int(killed.stdout)}-"
+    killed = start_fork_server().Process(target=leave_namespaces)
+    killed.start()
+    killed.join()
+    left = f"weft-{killed.pid}-"
     assert left in run_ip("netns", "list")
     with Namespaces(2):
         assert left not in run_ip("netns", "list")
