@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Control messages of a group: votes, agreements, descriptors; ranks that die, hang or leave."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

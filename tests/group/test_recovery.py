@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Survivors agree on the dead ranks, and continue without them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """New processes replace dead ranks; the survivors' memory keeps its addresses."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

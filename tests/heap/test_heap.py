@@ -4,8 +4,6 @@
 Shares that exceed the available memory are refused before anything is allocated.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import gc

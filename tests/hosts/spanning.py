@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of several hosts, simulated by ranks of one machine with different WEFT_HOST."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

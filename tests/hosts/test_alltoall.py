@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The all-to-all over several hosts: every byte as in `weft.reference`."""
 
-from __future__ import annotations
-
 import re
 import time
 from contextlib import nullcontext

@@ -4,8 +4,6 @@
 Bytes that a host sends are counted at its link.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

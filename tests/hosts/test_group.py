@@ -5,8 +5,6 @@ No machine here has such a neighbour: ranks are told that they are of two, and m
 them by descriptors instead of fabric handles.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

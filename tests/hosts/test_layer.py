@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MoE layers over several hosts, in both modes and every overlap."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

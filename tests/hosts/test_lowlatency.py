@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The low-latency all-to-all over several hosts: every byte as in its reference."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

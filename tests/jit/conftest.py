@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fake`: a driver that records its calls. `cache`: an empty cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk cache: one build for all processes, atomic entries, a private directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The system's C++ compiler and NVRTC: results, cached entries and refusals."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading, launching and unloading, with a recording driver and on a GPU with the real one."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

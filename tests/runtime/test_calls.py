@@ -4,8 +4,6 @@
 None returns a wrong result. With WEFT_DEBUG=1 every round raises its refusals.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

@@ -4,8 +4,6 @@
 Deadlines are ten minutes here unless a test hurries, so an error that comes has not waited for one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

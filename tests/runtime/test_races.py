@@ -4,8 +4,6 @@
 Every run tries a few interleavings; the slow tests try many.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

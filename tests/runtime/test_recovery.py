@@ -4,8 +4,6 @@
 After each recovery the memory of the dead can be neither read nor written.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -5,8 +5,6 @@ A row that a fast peer overwrote, or that a slow one had not yet written, is cou
 rounds are CUDA graphs and the delays are kernels in them.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading and waiting during other streams' captures, with a recording driver."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The timeline of profiled kernels: every round in order, and nothing unless requested."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from statistics import median

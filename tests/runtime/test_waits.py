@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wait for other ranks is logged with its call, the ranks, and their calls."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 
