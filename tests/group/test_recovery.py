@@ -189,7 +189,7 @@ def test_an_absent_living_rank_is_named_and_not_dropped(group):
 
 
 @on_four(dies=[1])
-def test_a_suspect_that_cannot_be_killed_is_named_with_the_fix(group):
+def test_a_suspect_that_cannot_be_killed_is_named_with_the_fix(group, tmp_path):
     patch = pytest.MonkeyPatch()
     refused = Mock(side_effect=PermissionError(1, "Operation not permitted"))
     patch.setattr(signal, "pidfd_send_signal", refused)
@@ -199,7 +199,10 @@ def test_a_suspect_that_cannot_be_killed_is_named_with_the_fix(group):
     text = rf"rank 1 \(pid {group.pid(1)}\) is suspected but alive, and this rank cannot kill it"
     with pytest.raises(errors.RecoveryFailed, match=text):
         group.recover(suspects=[1], timeout=LONG)
+    (tmp_path / str(group.rank)).touch()
     if group.rank == 0:
+        while len(list(tmp_path.iterdir())) < 3:
+            time.sleep(0.01)
         os.kill(group.pid(1), signal.SIGKILL)
     patch.undo()
     survive(group, [1])

@@ -389,21 +389,17 @@ class Objects:
         own: Any = {"shared": LAYER.shared(device), "correction": LAYER.correction(device)}
         own["replicas"] = PLACEMENTS[place]
         sizes: Any = ROUND.sizes(8) if "exchange" in kind else {"max_tokens": 8, "hidden": 128}
-        args: Any = weft.AllReduce if kind == "reduce" else weft.AllToAll, group
+        cls: Any = weft.AllReduce if kind == "reduce" else weft.AllToAll
+        args: tuple[Any, ...] = ()
         if "layer" in kind:
             weights = partial(LAYER.weights, device=device)
             if elder in self.open:
                 self.open[name] = self.open[elder].sibling(weights, **own)
                 return
-            args = weft.MoE, group, LAYER.config, weights
+            cls, args = weft.MoE, (LAYER.config, weights)
             sizes = {"max_tokens": 8, "missing": "drop"} | own
-        cls, group, *more = args
-        made = (
-            weft.lease(group, cls, *more, **sizes)
-            if "leased" in kind
-            else cls(group, *more, **sizes)
-        )
-        self.open[name] = made
+        make = partial(weft.lease, group, cls) if "leased" in kind else partial(cls, group)
+        self.open[name] = make(*args, **sizes)
 
     def callables(self) -> dict[str, Any]:
         return {name: getattr(each, "operator", each) for name, each in self.open.items()}
