@@ -490,8 +490,7 @@ def test_only_known_devices(monkeypatch):
 
 @pytest.mark.parametrize(("second", "backend"), [("GPU-b", "nccl"), ("GPU-a", "gloo")])
 def test_ranks_that_share_a_gpu_meet_by_gloo(second, backend, monkeypatch):
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a")
-    )
+    own = Mock(return_value=SimpleNamespace(uuid="GPU-a"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", own)
     group: Any = SimpleNamespace(all_gather=lambda own: [own, second])
     assert collective._choose_backend(group, torch.device("cuda", 0)) == backend

@@ -113,10 +113,8 @@ class Job:
             self.processes.append(process)
 
     def mark(self, rank: int) -> str:
-        try:
-            return (self.folder / f"{rank}.mark").read_text()
-        except FileNotFoundError:
-            return ""
+        path = self.folder / f"{rank}.mark"
+        return path.read_text() if path.exists() else ""
 
     def wait_for(self, rounds: int) -> None:
         """Wait until every rank has marked a number of rounds."""
