@@ -33,16 +33,7 @@ from tests.gemm.cases import (
     shape_of,
 )
 from tests.gemm.emulate import EmulatedHopper
-from weft.gemm import (
-    STORE,
-    Epilogue,
-    Gated,
-    GatedQuant,
-    Push,
-    WgmmaPlan,
-    pack_mxfp4,
-    plan,
-)
+from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, pack_mxfp4, plan
 from weft.gemm.config import BLOCK_MS, FP8, FP8_BLOCK_MS, MXFP4, MXFP4_BLOCK_MS
 from weft.gemm.kernels import BIASES, GemmShape, preload_kernels
 
@@ -144,11 +135,7 @@ def compiled() -> None:
 
 
 @pytest.fixture
-def hopper(
-    device: str,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Hopper:
+def hopper(device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Hopper:
     """Return the kernel on a device. In the emulator, calls on CPU tensors run it."""
     if device == "cuda":
         request.getfixturevalue("compiled")

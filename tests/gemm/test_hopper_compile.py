@@ -10,12 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.emulator.machine_code import disassemble, numbers_of
-from weft.gemm.config import (
-    FP8_BLOCK_MS,
-    MXFP4_BLOCK_MS,
-    SHARED_BYTES,
-    WgmmaPlan,
-)
+from weft.gemm.config import FP8_BLOCK_MS, MXFP4_BLOCK_MS, SHARED_BYTES, WgmmaPlan
 from weft.gemm.kernels import SHARED, GemmShape, wgmma_n_sizes
 from weft.jit.cache import Cache, build_key
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin, nvrtc_version

@@ -11,14 +11,7 @@ import torch
 
 from tests.gemm.cases import CASES, LARGE, UNTOUCHED, Case
 from weft.errors import OutOfOrder
-from weft.gemm import (
-    GatedQuant,
-    WgmmaPlan,
-    grouped_gemm,
-    pack_mxfp4,
-    quantize_mxfp4,
-    unpack_mxfp4,
-)
+from weft.gemm import GatedQuant, WgmmaPlan, grouped_gemm, pack_mxfp4, quantize_mxfp4, unpack_mxfp4
 from weft.gemm.config import FP8, MXFP4, MXFP4_BLOCK_MS
 
 pytestmark = pytest.mark.gpu

@@ -97,9 +97,7 @@ def test_checked_properties_are_part_of_the_key(
     assert len(checked) == 2
 
 
-def test_a_cached_call_still_checks_flags_and_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_cached_call_still_checks_flags_and_gradients(monkeypatch: pytest.MonkeyPatch):
     launches = record_launches(monkeypatch)
     case = Case(torch.float16)
     for early in (True, False):
@@ -134,8 +132,7 @@ def test_a_tensor_map_is_encoded_for_each_new_address(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "encode_tensor_map", tensor_map)
     made = Case().make()
     checked = check_call(
-        *(made.a, made.b),
-        **{"bias": None, "out": None, "epilogue": STORE, **made.given},
+        *(made.a, made.b), **{"bias": None, "out": None, "epilogue": STORE, **made.given}
     )
     arguments, at = kernels.HopperArguments(checked), checked.addresses
     for a, b, boxes in ((16, 32, 5), (16, 32, 0), (48, 32, 4), (48, 64, 1)):

@@ -73,11 +73,7 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
     "out's shape": (Case(), lambda _: {"out": torch.ones(5, 256)}, r"out has shape \[5, 256\]"),
     "out's dtype": (Case(), lambda m: {"out": torch.ones(m.case.rows, 256).to(FP8)}, "float8"),
     "a pair to store": (Case(), lambda _: {"out": (torch.ones(1), torch.ones(1))}, "pair"),
-    "one to quantise": (
-        Case(),
-        lambda _: {"epilogue": GatedQuant(), "out": torch.ones(1)},
-        "pair",
-    ),
+    "one to quantise": (Case(), lambda _: {"epilogue": GatedQuant(), "out": torch.ones(1)}, "pair"),
     "out to push": (
         Case(),
         lambda m: {**push(m), "out": torch.ones(1)},
@@ -110,11 +106,7 @@ CHANGES: dict[str, tuple[Case, Change, str]] = {
         lambda _: {"epilogue": Gated(), "plan": GemmPlan(64)},
         "block_n is 128",
     ),
-    "FP8 and half of block_n": (
-        Case(n=384),
-        lambda _: {"plan": GemmPlan(64, 256)},
-        "384 columns",
-    ),
+    "FP8 and half of block_n": (Case(n=384), lambda _: {"plan": GemmPlan(64, 256)}, "384 columns"),
     "a bias of WgmmaPlan": (
         Case(),
         lambda _: {"plan": WgmmaPlan(32), "bias": torch.ones(3, 256)},

@@ -9,14 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
-from tests.groups import (
-    VARIANTS,
-    check_round,
-    empty_round,
-    fill,
-    make,
-    random_ids,
-)
+from tests.groups import VARIANTS, check_round, empty_round, fill, make, random_ids
 from tests.headers import Header
 from tests.kinds import ANY, on_ranks
 from tests.rounds import synchronize
@@ -63,10 +56,7 @@ def any_routing(group: weft.Group, names: list[str]) -> None:
         chance = st.sampled_from([0.0, 0.1, 0.5, 0.9])
 
         @settings(
-            max_examples=60,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
+            max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck)
         )
         @given(
             seed=st.integers(0, 2**20),

@@ -144,10 +144,7 @@ def test_every_overlap_gives_the_same_bits(ranks, config, options, mode):
 @BOTH
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param("cpu", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
 def test_overlaps_of_processes(ranks, kind, mode):
     ranks(3, kind)(one_result, Case(PAIRS, tokens=(9, 0, 4)), {**FP8, "mode": mode})

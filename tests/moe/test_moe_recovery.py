@@ -17,13 +17,7 @@ from tests.ranks import on_ranks
 from tests.recovery import PATIENCE, Survivors, run_until_broken
 from tests.rounds import drop_dead_ids, synchronize
 from tests.steps import capture_body
-from weft.errors import (
-    BadExpertId,
-    CreationFailed,
-    ExpertsLost,
-    InvalidArgument,
-    RendezvousFailed,
-)
+from weft.errors import BadExpertId, CreationFailed, ExpertsLost, InvalidArgument, RendezvousFailed
 from weft.moe import MoE, Replicas, balance, route
 from weft.moe.replicas import relocation
 from weft.moe.replicas.relocation import plan_moves

@@ -37,10 +37,7 @@ NUMBERS = [-3.0, -1.5, -0.0, 0.0, 0.25, 0.5, 1.0, 4.0]
 ODD = [*NUMBERS, math.nan, -math.nan, -math.inf, math.inf, 100.0, -200.0]
 ULPS = 16  # weights: two exponentials of a last bit each, and the order of a sum of up to 1024
 
-Run = Callable[
-    [Routing, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-    Routed,
-]
+Run = Callable[[Routing, torch.Tensor, torch.Tensor | None, torch.Tensor | None], Routed]
 
 
 class Batch(NamedTuple):

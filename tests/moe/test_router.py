@@ -98,10 +98,7 @@ def test_padding_and_narrow_logits_change_nothing_else(case, count, dtype):
     correction = bias if routing.correction else None
     whole = run(routing, narrow.float(), bias)
     padded = route(
-        routing,
-        narrow,
-        correction=correction,
-        num_tokens=torch.tensor([count], dtype=torch.int32),
+        routing, narrow, correction=correction, num_tokens=torch.tensor([count], dtype=torch.int32)
     )
     cut = min(max(count, 0), len(logits))
     assert torch.equal(padded.ids[:cut], whole.ids[:cut])
