@@ -31,6 +31,7 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 
 LAYER, EXPERTS = 3, 4
 CONFIG = MoEConfig(256, 128, Routing(EXPERTS, 2))
+BIASED = replace(CONFIG, biased=True)
 NAME = f"model.layers.{LAYER}.mlp.experts"
 MATRICES = ("gate_up", "down")
 Tensors = dict[str, torch.Tensor]
@@ -114,6 +115,8 @@ def test_some_experts_of_one_layer_in_many_files(tmp_path):
     tensors["model.layers.2.mlp.gate_proj.weight"] = torch.ones(3, 3)
     names = sorted(tensors)
     folder = save(tmp_path, *({n: tensors[n] for n in names[i::3]} for i in range(3)))
+    (folder / "model-1.safetensors").rename(folder / "blob")  # the hub's cache has such links
+    (folder / "model-1.safetensors").symlink_to("blob")
     with torch.device("meta"):  # the caller's default device does not matter
         result = read(folder, 2, 0, 2)
     same(result, stacked(2, 0, 2))
@@ -223,17 +226,6 @@ def holds(weights: ExpertWeights, values: dict[str, torch.Tensor], *, packed: bo
         assert torch.equal(result, expected), name
 
 
-def test_mxfp4_with_gate_and_up_interleaved(tmp_path):
-    config = replace(CONFIG, biased=True)
-    tensors, values = gpt_oss(config)
-    folder = save(tmp_path, tensors)
-    chosen = {name: tensor[[2, 0]] for name, tensor in values.items()}
-    packed = read(folder, 2, 0, config=config, fp8=True)
-    assert packed.gate_up.dtype == torch.uint8
-    holds(packed, chosen, packed=True)
-    holds(read(folder, 2, 0, config=config), chosen, packed=False)
-
-
 def test_mxfp4_of_other_sizes_is_zero_padded(tmp_path):
     small = replace(CONFIG, hidden=160, intermediate=96, biased=True)
     tensors, values = gpt_oss(small)
@@ -262,21 +254,28 @@ def deepseek_v4() -> tuple[Tensors, dict[str, torch.Tensor]]:
     return tensors, {"gate_up": torch.cat((gate, up), dim=1), "down": down}
 
 
-def kimi_k3(name: str) -> str:
-    """Return the compressed-tensors name of a DeepSeek-V4 tensor."""
-    name = name.replace(".weight", ".weight_packed").replace(".scale", ".weight_scale")
-    return name.replace("ffn", "block_sparse_moe")
+def gpt_oss_biased() -> tuple[Tensors, dict[str, torch.Tensor]]:
+    return gpt_oss(BIASED)
 
 
-@pytest.mark.parametrize("kimi", [False, True])
-def test_mxfp4_of_separate_experts(tmp_path, kimi):
+def kimi_k3() -> tuple[Tensors, dict[str, torch.Tensor]]:
+    """Return the same with the names of compressed-tensors."""
     tensors, values = deepseek_v4()
-    if kimi:
-        tensors = {kimi_k3(name): tensor.view(torch.uint8) for name, tensor in tensors.items()}
-    folder = save(tmp_path, tensors)
-    chosen = {name: tensor[[3, 1]] for name, tensor in values.items()}
-    holds(read(folder, 3, 1, fp8=True), chosen, packed=True)
-    holds(read(folder, 3, 1), chosen, packed=False)
+    new_names = {".weight": ".weight_packed", ".scale": ".weight_scale", "ffn": "block_sparse_moe"}
+    for old, new in new_names.items():
+        tensors = {k.replace(old, new): v.view(torch.uint8) for k, v in tensors.items()}
+    return tensors, values
+
+
+@pytest.mark.parametrize("make", [gpt_oss_biased, deepseek_v4, kimi_k3])
+def test_mxfp4(tmp_path, make):
+    tensors, values = make()
+    config = replace(CONFIG, biased="gate_up_bias" in values)
+    folder, chosen = save(tmp_path, tensors), {name: t[[2, 0]] for name, t in values.items()}
+    packed = read(folder, 2, 0, config=config, fp8=True)
+    assert packed.gate_up.dtype == torch.uint8
+    holds(packed, chosen, packed=True)
+    holds(read(folder, 2, 0, config=config), chosen, packed=False)
 
 
 def test_mxfp4_that_cannot_be_packed_is_named(tmp_path):
@@ -510,32 +509,21 @@ def test_a_gpu_holds_the_same_bits(tmp_path, store, fp8):
 
 
 Change = Callable[[Tensors], object]
-UP, BIASED = "1.up_proj.weight", replace(CONFIG, biased=True)
+UP = "1.up_proj.weight"
 
 
 def int4() -> Tensors:
     return draw_layer(FORMATS["int4 32"])[0]
 
 
+def blocks_alone() -> Tensors:
+    tensors, _ = gpt_oss(CONFIG)
+    return {name: tensor for name, tensor in tensors.items() if name.endswith("_blocks")}
+
+
 def put(name: str, *size: int, value: float = 1.0, dtype: torch.dtype = torch.float32) -> Change:
     """Add or replace a tensor of the experts."""
     return lambda t: t.update({f"{NAME}.{name}": torch.full(size, value).to(dtype)})
-
-
-def in_mxfp4(*shapes: tuple[int, ...]) -> Change:
-    """Keep only the blocks of fused matrices."""
-
-    def change(t: Tensors) -> None:
-        t.clear()
-        for name, shape in zip(MATRICES, shapes, strict=True):
-            t[f"{NAME}.{name}_proj_blocks"] = torch.ones(shape, dtype=torch.uint8)
-
-    return change
-
-
-def of_layer_7(t: Tensors) -> None:
-    for name in list(t):
-        t[name.replace("layers.3", "layers.7")] = t.pop(name)
 
 
 E4M3, ONE_OF_THEM = torch.float8_e4m3fn, "a matrix has one of them"
@@ -548,14 +536,15 @@ WRONG: list[tuple[Callable[[], Tensors], Change, str]] = [
     (separate, put(UP, 128, 256, dtype=E4M3),
      "no tensor .*1.up_proj.weight_scale_inv; weights need scales: FP8 one per 128"),
     (separate, put("gate_up_proj_bias", 4, 256), "have biases, but the config has biased=False"),
-    (separate, in_mxfp4((4,), (4,)),
+    (blocks_alone, put("gate_up_proj_blocks", 4, dtype=torch.uint8),
      r"gate_up_proj_blocks \[4\]; the config expects \[4, 256, 8, 16\]"),
-    (separate, in_mxfp4((4, 256, 8, 16), (4, 256, 4, 16)),
+    (blocks_alone, len,
      "no tensor .*gate_up_proj_scales; MXFP4 weights need one scale per 32 columns"),
     (separate, lambda t: t.update({f"other.{NAME}.0.up_proj.weight": torch.ones(1)}),
      "experts of layer 3 under the prefixes 'model' and 'other.model': pass one .* prefix="),
-    (separate, of_layer_7, "layer is 3, but .*model.safetensors has no .*layers: 7..7"),
-    (separate, lambda t: t.clear(), "no experts of it .layers: none"),
+    (dict, lambda t: t.update({f"{NAME.replace('3', '7')}.0.up_proj.weight": torch.ones(1)}),
+     "layer is 3, but .*model.safetensors has no .*layers: 7..7"),
+    (dict, lambda t: t.update(embedding=torch.ones(1)), "no experts of it .layers: none"),
     (in_fp8, put("0.gate_proj.weight_scale_inv", 64, 1),
      r"inv \[64, 1\] beside weights \[128, 256\]"),
     *((in_fp8, put("0.up_proj.weight_scale_inv", 1, 2, value=value), "in the scales .*up_proj")
@@ -575,7 +564,7 @@ def test_invalid_tensors_are_refused(tmp_path, base, change, words):
     tensors = base()
     change(tensors)
     with pytest.raises(InvalidArgument, match=words):
-        read(save(tmp_path, tensors or {"embedding": torch.ones(1)}), 0, 1)
+        read(save(tmp_path, tensors), 0, 1)
 
 
 def test_invalid_declarations_are_refused(tmp_path):
@@ -604,55 +593,50 @@ def test_json_is_read_from_regular_files_only(tmp_path, what):
     elif what == "folder":
         path.mkdir()
     else:
-        path.write_bytes(texts[what].encode() if what in texts else b"\xff\xfe{")
+        path.write_bytes(texts.get(what, "\0\xff{").encode("latin-1"))
     with pytest.raises(InvalidArgument, match="the model's config .*config.json"):
         read_json(path, "the model's config")
 
 
-def test_links_inside_the_folder_are_followed(tmp_path):
-    """The hub's cache has such links in its snapshots."""
-    folder = tmp_path / "snapshot"
-    folder.mkdir()
-    (tmp_path / "blobs").mkdir()
-    save(tmp_path / "blobs", separate())
-    (folder / "model-1.safetensors").symlink_to("../blobs/model.safetensors")
-    write_index(folder, dict.fromkeys(separate(), "model-1.safetensors"))
-    same(read(folder, 0), stacked(0))
+INDEX = "model.safetensors.index.json"
+OUTSIDE = ("../b.safetensors", "/etc/b.safetensors", "a/../../b.safetensors", "m.bin", 7)
+FILES: list[tuple[str, object, str]] = [  # a file's name, its text or the index's map, the error
+    ("other", "", "it has neither model.safetensors.index.json nor"),
+    ("model.safetensors", "not a checkpoint at all", r"cannot read .*model.safetensors': "),
+    (
+        INDEX,
+        {"": "model.safetensors"},
+        r"model.safetensors.* has no tensor .*, though .*index.json",
+    ),
+    (INDEX, {"": "gone.safetensors"}, r"cannot read .*gone.safetensors': No such file"),
+    *((INDEX, strange, "has no object 'weight_map'") for strange in ([1], None, 3)),
+    (INDEX, "{", "cannot read the checkpoint's index"),
+    (INDEX, {"": "\ud800.safetensors"}, "index.json names a file with an invalid name"),
+    *((INDEX, {"": outside}, r"index.json names (the|a) file ") for outside in OUTSIDE),
+]
 
 
-def test_invalid_files_are_refused(tmp_path, monkeypatch):
-    def refuses(words: str, folder: Any = tmp_path) -> None:
-        with pytest.raises(InvalidArgument, match=words):
-            read(folder, 0)
-
-    def index(file: object) -> None:
-        write_index(tmp_path, dict.fromkeys(separate(), file))
-
-    refuses("it has neither model.safetensors.index.json nor")
-    refuses("folder is 7; it must be the path of a folder", 7)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"not a checkpoint at all")
-    refuses(r"cannot read .*model.safetensors': ")
-    save(tmp_path, separate())
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "safetensors", None)
-        refuses("checkpoints need safetensors.*'checkpoint' extra")
-    file.write_bytes(file.read_bytes()[:-7])
-    refuses(r"cannot read .*model.safetensors': ")
-    save(tmp_path, separate(), {"embedding": torch.ones(1)})
-    index("model-1.safetensors")
-    refuses(r"model-1.* has no tensor .*, though .*index.json")
-    index("gone.safetensors")
-    refuses(r"cannot read .*gone.safetensors': No such file")
-    for strange in ([1], None, "x"):
-        write_index(tmp_path, strange)
-        refuses("has no object 'weight_map'")
-    for text in ("{", "[" * 200_000):
-        (tmp_path / "model.safetensors.index.json").write_text(text)
-        refuses("cannot read the checkpoint's index")
-    index("\ud800.safetensors")
-    refuses("index.json names a file with an invalid name")
+@pytest.mark.parametrize(("name", "content", "words"), FILES)
+def test_invalid_files_are_refused(tmp_path, name, content, words):
     (tmp_path.parent / "b.safetensors").write_bytes(b"")
-    for outside in ("../b.safetensors", "/etc/b.safetensors", "a/../../b.safetensors", "m.bin", 7):
-        index(outside)
-        refuses(r"index.json names (the|a) file ")
+    if name == INDEX:
+        save(tmp_path, {"embedding": torch.ones(1)})
+    if isinstance(content, str):
+        (tmp_path / name).write_text(content)
+    else:
+        every = isinstance(content, dict)
+        write_index(tmp_path, dict.fromkeys(separate(), content[""]) if every else content)
+    with pytest.raises(InvalidArgument, match=words):
+        read(tmp_path, 0)
+
+
+def test_cut_files_and_missing_packages_are_refused(tmp_path, monkeypatch):
+    file = save(tmp_path, separate()) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(InvalidArgument, match=r"cannot read .*model.safetensors': "):
+        read(tmp_path, 0)
+    with pytest.raises(InvalidArgument, match="folder is 7; it must be the path of a folder"):
+        read(7, 0)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(InvalidArgument, match="checkpoints need safetensors.*'checkpoint' extra"):
+        read(tmp_path, 0)

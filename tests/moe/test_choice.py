@@ -41,7 +41,7 @@ def result(layer: weft.MoE, rank: int) -> torch.Tensor:
 
 
 def chosen(group: weft.Group) -> list[str]:
-    """Return the choice of "auto" and its text, after running the layer and a sibling."""
+    """Return the choice of "auto" after running the layer and a sibling."""
     with CASE.open(group, **GROUPED) as layer:
         results, got = layer.explain(), result(layer, group.rank)
         layer.check()
@@ -52,7 +52,7 @@ def chosen(group: weft.Group) -> list[str]:
         assert (layer.mode, layer.overlap) == (results.mode, results.overlap)
     with CASE.open(group, mode=results.mode, overlap="none", **GROUPED) as plain:
         assert torch.equal(result(plain, group.rank), got)
-    return [results.mode, results.overlap, results.auto, results.text]
+    return [results.mode, results.overlap, results.auto]
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,6 @@ def test_all_ranks_make_and_explain_the_same_choice(ranks, kind, mode):
     assert first == second
     assert first[1:3] == ["gemm_push", "gemm_push"]
     assert mode is None or first[0] == mode
-    for words in (f"mode {first[0]}", "up to 4 tokens", "within 0.3 %", "2026-11-22"):
-        assert words in first[3]
 
 
 def explained(group: weft.Group, options: list[dict[str, Any]]) -> Any:
@@ -85,4 +83,3 @@ def test_options_of_any_rank_narrow_the_choice(ranks, one, other, overlap):
     first, second = ranks(2, "threads")(explained, [one, other])
     assert first == second
     assert (first.overlap, first.auto) == (one.get("overlap", overlap), overlap)
-    assert first.text.startswith("none, as requested. auto: ") == ("overlap" in one)
