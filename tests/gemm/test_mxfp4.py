@@ -95,65 +95,49 @@ def test_rounding_is_to_nearest_even_of_the_ocp_rule():
     assert bool(result[[8, 33]].signbit().all())
 
 
-def test_rounding_again_changes_nothing():
-    values, scales = quantize_mxfp4(torch.randn(2, 128, 96, generator=torch.Generator()))
-    wide = decode_mxfp4(values, scales)
-    again = decode_mxfp4(*quantize_mxfp4(wide.float()))
-    assert torch.equal(again, wide)
-    error = (wide.float() - torch.randn(2, 128, 96, generator=torch.Generator())).abs()
-    assert error.max() < 1
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_non_finite_scales_are_refused_when_packed(bad: float):
-    x = torch.randn(2, 128, 64, generator=torch.Generator().manual_seed(1))
-    x[1, 70, 40] = bad
-    values, scales = quantize_mxfp4(x)
-    assert scales[1, 70].tolist()[1] == 255
-    with pytest.raises(InvalidArgument, match="expert 1, row 70 has a scale of 255, which is NaN"):
-        pack_mxfp4(values, scales)
-
-
-def test_a_row_with_too_large_a_range_is_refused():
-    values, scales = codes(2, 128, 64) | 1, torch.full((2, 128, 4), 120).byte()
-    scales[1, 3] = torch.tensor([106, 120, 119, 118])
-    pack_mxfp4(values, scales)
-    scales[1, 3, 0] = 105
-    words = r"expert 1, row 3 has blocks with scales of 2\^-22 and 2\^-7; .* more than 2\^14"
-    with pytest.raises(InvalidArgument, match=words):
-        pack_mxfp4(values, scales)
-
-
-GIVEN: dict[str, tuple[Callable[[], Any], str]] = {
-    "no tensor": (lambda: pack_mxfp4([1], codes(1, 128, 1)), "values"),  # type: ignore[arg-type]
-    "n": (lambda: pack_mxfp4(codes(1, 64, 16), codes(1, 64, 1)), "n is 64; .* multiple of 128"),
-    "k": (lambda: pack_mxfp4(codes(1, 128, 8), codes(1, 128, 1)), "k is 16; .* multiple of 32"),
-    "scales": (lambda: pack_mxfp4(codes(1, 128, 32), codes(1, 128, 1)), r"scales has shape"),
-    "dtype": (lambda: pack_mxfp4(codes(1, 128, 32).int(), codes(1, 128, 2)), "values has dtype"),
-    "whole numbers": (lambda: quantize_mxfp4(codes(1, 128, 32)), "weights has dtype"),
-    "columns": (lambda: quantize_mxfp4(torch.ones(1, 128, 40)), "k is 40"),
-    "a plan": (
-        lambda: Case(MXFP4).make().call(plan=GemmPlan(64)),
-        "GemmPlan.* does not support MXFP4 weights: use a WgmmaPlan",
-    ),
-    "a high plan": (lambda: Case(MXFP4).make().call(plan=WgmmaPlan(256)), "block_m is 256"),
-    "rows of bfloat16": (lambda: call(a=torch.zeros(30, 256).bfloat16()), "a has dtype"),
-    "values as they are in a file": (lambda: call(b=codes(3, 256, 128)), r"b has shape"),
-    "scales of FP8 weights": (lambda: call(b_scale=torch.ones(3, 2, 2)), r"b_scale has shape"),
-    "gating alone": (lambda: call(epilogue=Gated()), "gates FP8 with GatedQuant"),
-}
-
-
 def call(**other: Any) -> object:
     made = Case(MXFP4).make()
     return grouped_gemm(**{"a": made.a, "b": made.b, **made.given, **other})
 
 
-@pytest.mark.parametrize("name", GIVEN)
-def test_refused(name: str):
-    make, words = GIVEN[name]
+def pack_scales(row: list[int]) -> object:
+    """Pack weights of which one row has other scales than the rest."""
+    scales = torch.full((2, 128, 4), 120).byte()
+    scales[1, 3] = torch.tensor(row)
+    return pack_mxfp4(codes(2, 128, 64) | 1, scales)
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: pack_mxfp4([1], codes(1, 128, 1)), "values"),  # type: ignore[arg-type]
+    (lambda: pack_mxfp4(codes(1, 64, 16), codes(1, 64, 1)), "n is 64; .* multiple of 128"),
+    (lambda: pack_mxfp4(codes(1, 128, 8), codes(1, 128, 1)), "k is 16; .* multiple of 32"),
+    (lambda: pack_mxfp4(codes(1, 128, 32), codes(1, 128, 1)), r"scales has shape"),
+    (lambda: pack_mxfp4(codes(1, 128, 32).int(), codes(1, 128, 2)), "values has dtype"),
+    (lambda: pack_scales([255, 120, 120, 120]), "expert 1, row 3 has a scale of 255, which is NaN"),
+    (lambda: pack_scales([105, 120, 119, 118]), r"1, row 3 has .* 2\^-22 and 2\^-7; .* 2\^14"),
+    (lambda: quantize_mxfp4(codes(1, 128, 32)), "weights has dtype"),
+    (lambda: quantize_mxfp4(torch.ones(1, 128, 40)), "k is 40"),
+    (lambda: call(plan=GemmPlan(64)), "GemmPlan.* does not support MXFP4 weights: use a WgmmaPlan"),
+    (lambda: call(plan=WgmmaPlan(256)), "block_m is 256"),
+    (lambda: call(a=torch.zeros(30, 256).bfloat16()), "a has dtype"),
+    (lambda: call(b=codes(3, 256, 128)), r"b has shape"),
+    (lambda: call(b_scale=torch.ones(3, 2, 2)), r"b_scale has shape"),
+    (lambda: call(epilogue=Gated()), "gates FP8 with GatedQuant"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED)
+def test_refused(make: Callable[[], Any], words: str):
     with pytest.raises(InvalidArgument, match=words):
         make()
+
+
+def test_the_largest_range_is_packed_and_nan_has_no_scale():
+    pack_scales([106, 120, 119, 118])
+    for bad in (torch.nan, torch.inf):
+        x = torch.ones(1, 128, 64)
+        x[0, 70, 40] = bad
+        assert quantize_mxfp4(x)[1][0, 70].tolist()[1] == 255
 
 
 SHAPES = {
@@ -170,14 +154,12 @@ SHAPES = {
 def test_the_reference_multiplies_decoded_weights(name: str):
     made = SHAPES[name].make()
     made.call().agrees(made.oracle())
-
-
-def test_the_reference_gates_and_pushes():
-    made = Case(MXFP4, n=512, bias=True).make()
-    how = GatedQuant(1.702, 1.0, 0.7)
-    made.call(how).agrees(gated(how, made.oracle()), tolerance=0.08)
     stored, received = made.pushed()
-    assert torch.equal(stored[received], made.call().numbers[received])
+    whole = made.call().numbers.view(stored.shape)
+    assert torch.equal(stored[received], whole[received])
+    if made.case.n % 256 == 0:
+        how = GatedQuant(1.702, 1.0, 0.7)
+        made.call(how).agrees(gated(how, made.oracle()), tolerance=0.08)
 
 
 def test_plans_hold_most_experts_in_one_tile():

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,32 +25,6 @@ def test_every_number_of_rows_has_a_plan(dtype: torch.dtype, gated: bool):
         assert made.block_n == 256 or not gated
 
 
-def test_another_dtype_is_refused():
-    with pytest.raises(InvalidArgument, match="float32"):
-        plan(32, 1, 4096, 7168, torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("block_m", 48),
-        ("block_n", 64),
-        ("block_k", 32),
-        ("stages", 0),
-        ("warps", 3),
-        ("ctas_per_sm", 0),
-    ],
-)
-def test_fields_out_of_range_are_refused(field: str, value: Any):
-    with pytest.raises(InvalidArgument, match=field):
-        replace(GemmPlan(64), **{field: value})
-
-
-def test_small_tiles_are_swapped():
-    with pytest.raises(InvalidArgument, match="swap=True"):
-        GemmPlan(32)
-
-
 @settings(deadline=None)
 @given(
     st.lists(st.integers(0, 300), min_size=1, max_size=40),
@@ -62,6 +35,20 @@ def test_no_counts_exceed_the_maximum_of_m_blocks(counts: list[int], rows: int, 
     made = GemmPlan(rows, swap=rows < 64)
     blocks = sum(-(-count // rows) for count in counts)
     assert blocks <= made.max_m_blocks(sum(counts) + slack, len(counts))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stages": 0}, "stages"),
+        ({"ctas_per_sm": 0}, "ctas_per_sm"),
+        ({"block_m": 32}, "swap=True"),
+    ],
+)
+def test_invalid_plans_are_refused(fields: dict[str, Any], words: str):
+    """Other fields are in tests/moe/test_arguments.py."""
+    with pytest.raises(InvalidArgument, match=words):
+        GemmPlan(**{"block_m": 64, **fields})
 
 
 def test_n_blocks_cover_the_columns():
@@ -77,39 +64,26 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 8, 20, 33, 64, 72, 80, 124])
-def test_on_hopper_most_experts_are_one_tile(rows: int, monkeypatch: pytest.MonkeyPatch):
+def test_hopper_tiles_fit_the_experts_rows(monkeypatch: pytest.MonkeyPatch):
+    """Most experts are one tile, many rows are split, and one expert fills the GPU."""
     device = hopper(monkeypatch)
-    best = fastest_plan(32, rows, 4096, 7168, FP8, gated=True, device=device)
-    assert isinstance(best, WgmmaPlan)
-    assert best.block_m >= rows + 2.9 * rows**0.5
-    assert best.block_m == 32 or best.block_m <= 3 * (rows + 3 * rows**0.5)
 
-
-def test_wide_tiles_are_chosen_where_they_fill_rounds_of_clusters(monkeypatch: pytest.MonkeyPatch):
-    device = hopper(monkeypatch)
-    # 256 and 64 tiles of 512 weight rows are 3.9 and 1 rounds of 66 clusters; 96 are 1.5 rounds.
-    for experts, n, block_m in ((32, 4096, 128), (8, 4096, 128), (16, 3072, 96), (32, 1536, 96)):
-        assert fastest_plan(experts, 64, n, 4096, FP8, device=device) == WgmmaPlan(block_m)
-
-
-def test_one_expert_fills_the_gpu(monkeypatch: pytest.MonkeyPatch):
-    device = hopper(monkeypatch)
-    for rows in (1, 64, 128, 256, 512):
-        best = fastest_plan(1, rows, 4096, 7168, FP8, gated=True, device=device)
+    def block_m(experts: int, rows: int) -> int:
+        best = fastest_plan(experts, rows, 4096, 7168, FP8, gated=True, device=device)
         assert isinstance(best, WgmmaPlan)
-        clusters = -(-rows // best.block_m) * 16
-        assert clusters >= 60 or best.block_m == 32
+        return best.block_m
 
-
-def test_many_rows_are_split(monkeypatch: pytest.MonkeyPatch):
-    device = hopper(monkeypatch)
+    for rows in (0, 1, 8, 20, 33, 64, 72, 80, 124):
+        assert block_m(32, rows) >= rows + 2.9 * rows**0.5
+        assert block_m(32, rows) == 32 or block_m(32, rows) <= 3 * (rows + 3 * rows**0.5)
     means = {100: 128, 120: 128, 121: 160, 144: 160, 145: 256, 4096: 256}
-    for rows, most in means.items():
-        best = fastest_plan(32, rows, 4096, 7168, FP8, gated=True, device=device)
-        assert best == WgmmaPlan(most)
-    one = fastest_plan(1, 4096, 4096, 7168, FP8, gated=True, device=device)
-    assert one == WgmmaPlan(128)
+    assert {rows: block_m(32, rows) for rows in means} == means
+    assert block_m(1, 4096) == 128
+    # 256 and 64 tiles of 512 weight rows are 3.9 and 1 rounds of 66 clusters; 96 are 1.5 rounds.
+    for experts, n, most in ((32, 4096, 128), (8, 4096, 128), (16, 3072, 96), (32, 1536, 96)):
+        assert fastest_plan(experts, 64, n, 4096, FP8, device=device) == WgmmaPlan(most)
+    for rows in (1, 64, 128, 256, 512):
+        assert -(-rows // block_m(1, rows)) * 16 >= 60 or block_m(1, rows) == 32
 
 
 @settings(deadline=None)
