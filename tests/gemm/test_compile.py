@@ -150,9 +150,7 @@ def chosen(rows: int, dtype: torch.dtype, epilogue: str, k: int = 7168) -> GemmP
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("epilogue", ["store", "gated", "situ", "quant", "push"])
 @pytest.mark.parametrize("dtype", [FP8, BF16])
-def test_default_plans_fit_the_sm_and_store_16_bytes(
-    dtype: torch.dtype, epilogue: str, rows: int, tmp_path: Path
-):
+def test_default_plans_fit_the_sm_and_store_16_bytes(dtype, epilogue, rows, tmp_path):
     made = chosen(rows, dtype, epilogue)
     code = compiled(described(dtype, epilogue), made, tmp_path)
     narrow = made.block_m if made.swap else 128

@@ -277,9 +277,7 @@ def test_two_k_blocks_in_a_stage_change_no_bit(hopper: Hopper, k: int):
 @pytest.mark.parametrize("epilogue", ["store", "gated"])
 @pytest.mark.parametrize("name", EARLY)
 @in_emulator
-def test_weights_may_be_loaded_before_the_previous_kernel_ends(
-    hopper: Hopper, name: str, epilogue: str
-):
+def test_weights_may_be_loaded_before_the_previous_kernel_ends(hopper, name, epilogue):
     """Rows, scales and dst_addr are NaN until the previous kernel ends, at any time."""
     made, (how, _) = CASES[name].make(), epilogue_for(CASES[name], epilogue)
     for rows in block_ms(name, hopper.device):

@@ -47,9 +47,7 @@ def test_bits_of_mxfp4_are_those_of_fp8_weights(name: str):
 @pytest.mark.parametrize(
     ("dtype", "block_m", "num_sms"), [(FP8, 128, None), (FP8, 256, 4), (MXFP4, 128, None)]
 )
-def test_graphs_replay_with_other_counts(
-    dtype: torch.dtype, block_m: int, num_sms: int | None, programmatic: bool, prefetch: bool
-):
+def test_graphs_replay_with_other_counts(dtype, block_m, num_sms, programmatic, prefetch):
     """Run both GEMMs in turn, as a layer does; counts change between replays."""
     up = Case(dtype, counts=(70, 130, 1), n=1024, k=512, align=1, slack=0).make("cuda")
     rows, wide = up.case.rows, torch.randn(3, 512, 512, device="cuda")

@@ -98,9 +98,7 @@ def test_hopper_tiles_do_not_exceed_the_maximum(counts: list[int], rows: int):
 
 @pytest.mark.parametrize("rows", [1, 32, 64, 128, 180, 256, 4096])
 @pytest.mark.parametrize("given", [{"gated": True}, {"biased": True}, {"n": 2880, "k": 200}])
-def test_16_bit_dtypes_have_higher_tiles(
-    rows: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_16_bit_dtypes_have_higher_tiles(rows, given, monkeypatch):
     sizes: dict[str, Any] = {"n": 4096, "k": 7168, "device": hopper(monkeypatch)} | given
     for dtype in (torch.bfloat16, torch.float16):
         best = fastest_plan(16, rows, dtype=dtype, **sizes)

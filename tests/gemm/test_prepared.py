@@ -46,9 +46,7 @@ def call(case: Case, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", [Case(), Case(masked=True), Case(torch.float16, bias=True)])
-def test_an_equal_call_is_launched_without_a_check(
-    case: Case, checked: list[GemmCall], monkeypatch: pytest.MonkeyPatch
-):
+def test_an_equal_call_is_launched_without_a_check(case, checked, monkeypatch):
     launches = record_launches(monkeypatch)
     kept: list[tuple[Any, Any]] = []
     for seed in range(3):
@@ -87,9 +85,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_checked_properties_are_part_of_the_key(
-    name: str, checked: list[GemmCall], monkeypatch: pytest.MonkeyPatch
-):
+def test_checked_properties_are_part_of_the_key(name, checked, monkeypatch):
     record_launches(monkeypatch)
     made = Case().make()
     for inputs in ({}, OTHERS[name], {}, OTHERS[name]):
@@ -145,9 +141,7 @@ def test_a_tensor_map_is_encoded_for_each_new_address(monkeypatch: pytest.Monkey
         assert (result.out, result.out_scales) == (at[2], 0)
 
 
-def test_launches_that_may_overlap_get_counters_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_launches_that_may_overlap_get_counters_of_their_own(monkeypatch, caplog):
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(kernels, "call_driver", lambda _, stream: stream)

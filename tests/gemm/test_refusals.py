@@ -17,7 +17,7 @@ from tests.gemm.cases import Case, Made
 from tests.gemm.launches import record_launches
 from weft.errors import InvalidArgument
 from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
-from weft.gemm.config import FP8, GatingParams
+from weft.gemm.config import FP8
 from weft.gemm.triton_launch import check_plan
 from weft.moe import Gating
 
@@ -95,9 +95,7 @@ def test_refused(case: Case, change: Change, words: str, known: bool, monkeypatc
     ],
 )
 @pytest.mark.parametrize("kind", [Gated, GatedQuant, Gating])
-def test_invalid_gating_parameters_are_refused(
-    kind: type[GatingParams], numbers: dict[str, float], words: str
-):
+def test_invalid_gating_parameters_are_refused(kind, numbers, words):
     with pytest.raises(InvalidArgument, match=words):
         kind(**numbers)
 

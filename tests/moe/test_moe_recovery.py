@@ -130,9 +130,7 @@ def test_without_replicas_experts_are_lost(group: weft.Group, missing: str, way:
 
 @pytest.mark.parametrize("when", ["before", "copied out", "copied in"])
 @on_ranks(RANKS, "cpu", dies=[2], timeout=600.0)
-def test_a_relocation_that_a_death_interrupts_leaves_no_layer_of_two_placements(
-    group: weft.Group, when: str
-) -> None:
+def test_a_relocation_that_a_death_interrupts_leaves_no_layer_of_two_placements(group, when):
     """Rank 2 dies while experts move; then weights of the caller repair the layer."""
     turned = Replicas(THRICE.logical[::-1], RANKS)
     with open_layer(group, CASE, THRICE, **WAYS["throughput"]) as layer:

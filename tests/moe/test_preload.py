@@ -74,14 +74,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
 @pytest.mark.parametrize(("dtype", "stored"), DTYPES)
 @pytest.mark.parametrize("model", [BIASED, PLAIN, SITU], ids=["biased", "plain", "situ"])
 def test_no_call_needs_a_kernel_that_was_not_loaded(
-    loaded: set[GemmShape],
-    used: set[GemmShape],
-    model: MoEConfig,
-    dtype: torch.dtype,
-    stored: torch.dtype | None,
-    experts: int,
-    masked: bool,
-    pushes: bool,
+    loaded, used, model, dtype, stored, experts, masked, pushes
 ):
     fp8 = stored is not None
     for hidden, inner in SIZES:
