@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-""" "auto": its rule at the limits, the measurements behind it, and equal choices on all ranks."""
+"""Modes, overlaps and GEMMs that "auto" chooses, and options that reach the exchange."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ import pytest
 import torch
 
 import weft
-from tests.moe.layers import CONFIGS, WIDER, Case
+from tests.kinds import THREADS, on_ranks
+from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, WIDER, Case
+from weft.errors import InvalidArgument
+from weft.gemm import config as gemm_config
 from weft.moe import MODES, OVERLAPS
 from weft.moe.layer.choice import choose_overlap
+from weft.moe.layer.config import choose_gemm, supports_flag_in_data
 
 DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
 CASE = Case(DEEP, tokens=(4, 0))
+WIDE = replace(DEEP, hidden=256)
 GROUPED = {"gemm": "grouped", "timeout": 600.0}
 ALL = [(mode, overlap) for mode in MODES for overlap in OVERLAPS]
 
@@ -65,11 +70,6 @@ def test_all_ranks_make_and_explain_the_same_choice(ranks, kind, mode):
     assert mode is None or first[0] == mode
 
 
-def explained(group: weft.Group, options: list[dict[str, Any]]) -> Any:
-    with CASE.open(group, **{**GROUPED, **options[group.rank]}) as layer:
-        return layer.explain()
-
-
 @pytest.mark.parametrize(
     ("one", "other", "overlap"),
     [
@@ -79,7 +79,76 @@ def explained(group: weft.Group, options: list[dict[str, Any]]) -> Any:
         ({"overlap": "none"}, {"overlap": "none"}, "gemm_push"),
     ],
 )
-def test_options_of_any_rank_narrow_the_choice(ranks, one, other, overlap):
-    first, second = ranks(2, "threads")(explained, [one, other])
-    assert first == second
-    assert (first.overlap, first.auto) == (one.get("overlap", overlap), overlap)
+@on_ranks(2, [THREADS])
+def test_options_of_any_rank_narrow_the_choice(group, one, other, overlap):
+    with CASE.open(group, **{**GROUPED, **(other if group.rank else one)}) as layer:
+        result = layer.explain()
+    assert (result.overlap, result.auto) == (one.get("overlap", overlap), overlap)
+
+
+@on_ranks(2, [THREADS])
+def test_options_reach_the_exchange(group):
+    case = Case(CONFIGS["softmax"], tokens=(4, 4))
+    owners = [1, 0, 1, 1, 0, 0, 1, 1]
+    fp8 = {"combine_dtype": "fp8", "quantize": "fp8", "profile": True, "expert_map": owners}
+    for options, expected in ((fp8, (True, 128)), ({}, (False, 0))):
+        with case.open(group, mode="low_latency", **options) as layer:
+            exchange = layer.exchange
+            assert isinstance(exchange, weft.LowLatencyAllToAll)
+            shape = exchange.config.shape
+            assert (shape.combine_fp8, shape.group, shape.reduce) == (*expected, "receiver")
+            assert (exchange._tracks.numel() > 0) == bool(options)
+            if options:
+                assert exchange.placement.ranks == tuple(owners)
+                own = tuple(e for e in range(EXPERTS) if owners[e] == group.rank)
+                assert layer.local_experts == own
+                continue
+            assert len(exchange.result_buffers) == 1
+            sizes: dict[str, Any] = {"max_tokens": 4, "hidden": HIDDEN, "top_k": 3}
+            sizes |= {"num_experts": EXPERTS, "quantize": None, "slots": 1, "reduce": "receiver"}
+            assert exchange.memory == weft.LowLatencyAllToAll.memory_bytes(ranks=2, **sizes)
+
+
+def test_the_gemm_of_a_device():
+    cpu, gpu, half = torch.device("cpu"), torch.device("cuda", 0), replace(WIDE, dtype=torch.half)
+    wide = replace(WIDE, dtype=torch.float32)
+
+    def choose(device: torch.device, config: weft.MoEConfig = WIDE, **inputs: Any) -> str:
+        options = {"fp8": False, "quantize": None, **inputs}
+        return choose_gemm("auto", device, config, **options)
+
+    def missing() -> None:
+        raise InvalidArgument("no Triton here")
+
+    assert (choose(cpu), choose(cpu, fp8=True, quantize="fp8")) == ("torch", "grouped")
+    for import_triton in (lambda: None, missing):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("weft.gemm.triton_launch.import_triton", import_triton)
+            patch.setattr("weft.moe.layer.config.import_triton", import_triton)
+            if import_triton is missing:
+                assert choose(gpu) == "torch"
+                with pytest.raises(InvalidArgument, match="no Triton"):
+                    choose(gpu, fp8=True, quantize="fp8")
+                continue
+            assert (choose(gpu), choose(gpu, half)) == ("grouped", "grouped")
+            assert (choose(gpu, wide), choose(gpu, quantize="fp8")) == ("torch", "torch")
+            assert choose(gpu, fp8=True, quantize="fp8") == "grouped"
+
+
+@pytest.mark.parametrize(
+    ("hopper", "config", "fp8", "able"),
+    [
+        (True, WIDE, True, True),
+        (True, WIDE, False, True),
+        (False, WIDE, True, False),
+        (True, replace(WIDE, dtype=torch.float32), True, False),  # it stores two bytes a number
+        (True, replace(WIDE, hidden=384), True, False),  # columns of FP8 come in pairs of blocks
+        (True, replace(WIDE, biased=True), True, False),
+    ],
+)
+def test_which_gemms_store_rows_with_flag_in_data(monkeypatch, hopper, config, fp8, able):
+    monkeypatch.setattr(gemm_config, "is_hopper", lambda _: hopper)
+    for experts in (1, 8):
+        gpu = torch.device("cuda", 0)
+        assert supports_flag_in_data(config, experts, fp8=fp8, device=gpu) == able
+        assert supports_flag_in_data(config, experts, fp8=fp8, device=torch.device("cpu"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import weft
+from tests.kinds import THREADS, on_ranks
 from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case
 from tests.moe.test_layer import BOTH, DEEP, PAIRS, settle
 from weft.errors import (
@@ -47,20 +48,11 @@ WRONG: list[tuple[MoEConfig, dict[str, Any], str]] = [
 ]
 
 
-def build_invalid_layers(group: weft.Group) -> list[str]:
-    texts = []
-    for config, options, _ in WRONG:
-        with pytest.raises(InvalidArgument) as caught:
+@on_ranks(2, [THREADS])
+def test_invalid_layers_are_refused(group):
+    for config, options, words in WRONG:
+        with pytest.raises(InvalidArgument, match=words):
             CASE.next(config=config).open(group, **options)
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_invalid_layers_are_refused(ranks):
-    first, second = ranks(2, "threads")(build_invalid_layers)
-    assert first == second
-    missing = [words for (*_, words), text in zip(WRONG, first, strict=True) if words not in text]
-    assert missing == []
 
 
 def pass_invalid_parts(group: weft.Group, options: dict[str, Any]) -> None:
@@ -97,7 +89,8 @@ def test_wrong_parts(ranks, mode):
     ranks(2, "threads")(pass_invalid_parts, {"mode": mode})
 
 
-def other_kinds(group: weft.Group) -> None:
+@on_ranks(1, [THREADS])
+def test_weights_of_the_other_kind_are_refused(group):
     plain = Case(DEEP, tokens=(4,)).weights(range(EXPERTS), group.device)
     shared = Case(DEEP, tokens=(4,)).shared(group.device)
     for weights, options in ((plain, {"fp8": True}), (plain.to_fp8(), {"gemm": "torch"})):
@@ -105,11 +98,8 @@ def other_kinds(group: weft.Group) -> None:
             weft.MoE(group, DEEP, weights, max_tokens=4, shared=shared, **options)
 
 
-def test_weights_of_the_other_kind_are_refused(ranks):
-    ranks(1, "threads")(other_kinds)
-
-
-def other_rules(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_ranks_have_one_rule_and_one_mode(group):
     routing = Routing(EXPERTS, 3, renormalise=group.rank == 0)
     with pytest.raises(GeometryMismatch, match="MoE layer differs.*renormalise"):
         CASE.next(config=replace(PLAIN, routing=routing)).open(group)
@@ -117,10 +107,6 @@ def other_rules(group: weft.Group) -> None:
         ((name, values),) = options.items()
         with pytest.raises(GeometryMismatch, match=f"MoE layer differs.*{name}"):
             CASE.open(group, **{name: values[group.rank]})
-
-
-def test_ranks_have_one_rule_and_one_mode(ranks):
-    ranks(2, "threads")(other_rules)
 
 
 def make_invalid_calls(group: weft.Group, name: str, options: dict[str, Any]) -> None:
@@ -205,8 +191,10 @@ def test_a_peer_that_does_not_finish_is_named(ranks, body, overlap, mode):
     ranks(2, "threads")(body, {"mode": mode, "overlap": overlap, "gemm": "grouped"})
 
 
-def closed(group: weft.Group, options: dict[str, Any]) -> None:
-    layer, device = CASE.open(group, **options), group.device
+@BOTH
+@on_ranks(2, [THREADS])
+def test_a_closed_layer_raises(group, mode):
+    layer, device = CASE.open(group, mode=mode), group.device
     x, logits = CASE.inputs_of(group.rank, device)
     ids, _ = layer.route(logits)
     weights, correction = CASE.weights(layer.local_experts, device), CASE.correction(device)
@@ -223,8 +211,3 @@ def closed(group: weft.Group, options: dict[str, Any]) -> None:
         for use in (lambda: late(x, logits), late.check, lambda: late.experts(received)):  # noqa: B023
             with pytest.raises(OutOfOrder, match="is closed"):
                 use()
-
-
-@BOTH
-def test_a_closed_layer_raises(ranks, mode):
-    ranks(2, "threads")(closed, {"mode": mode})

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import weft
+from tests.kinds import on_ranks
 from tests.moe.layers import CONFIGS, EXPERTS, Case, dequantized
 from tests.moe.test_layer import one_result
+from tests.moe.test_relocation import LOADS, OTHER
 from tests.rounds import synchronize
 from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config
@@ -20,11 +22,7 @@ from weft.gemm.mxfp4 import dequantize_mxfp4
 from weft.moe import ExpertWeights, Gating, MoEConfig, Routing, balance
 from weft.moe.layer.choice import MODES
 
-KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS = ["deepseek", "gpt-oss", "deepseek-v4.1", "kimi-k3"]
-LOADS, OTHER = [9.0, 1, 1, 7, 1, 1, 2, 3], [1.0, 1, 8, 1, 1, 6, 1, 9]
-
-
 SMALL = {name: replace(c, hidden=256, intermediate=128) for name, c in CONFIGS.items()}
 ALL = SMALL | {
     "deepseek-v4.1": MoEConfig(
@@ -66,7 +64,8 @@ def test_a_layer_matches_its_decoded_weights(ranks, kind, mode, name):
     ranks(2, kind)(one_result, case_of(name, 7, 4), options)
 
 
-def siblings(group: weft.Group) -> bool:
+@on_ranks(2)
+def test_siblings_have_weights_of_either_kind(group):
     """Layers of one workspace may have weights of either kind."""
     case = case_of("softmax", 5, 3)
     x, logits = case.inputs_of(group.rank, group.device)
@@ -77,15 +76,10 @@ def siblings(group: weft.Group) -> bool:
                 out, expected = sibling(x, logits), other.expected(layer, x, logits, fp8=True)
                 case.check(out, expected, slack=3)
         assert torch.equal(layer(x, logits), out)
-    return True
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_siblings_have_weights_of_either_kind(ranks, kind):
-    assert ranks(2, kind)(siblings) == [True] * 2
-
-
-def relocated(group: weft.Group) -> bool:
+@on_ranks(2)
+def test_experts_are_relocated(group):
     """Values and scales move with their experts; FP8 weights are not copied into them."""
     case = case_of("gpt-oss", 6, 5)
     first, second = (balance(loads, 2, replicas=2) for loads in (LOADS, OTHER))
@@ -103,12 +97,6 @@ def relocated(group: weft.Group) -> bool:
         layer.relocate(first, weights=own.to_mxfp4())
         case.check(layer(x, logits), expected, slack=4)
         synchronize(group.device)
-    return True
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_experts_are_relocated(ranks, kind):
-    assert ranks(2, kind)(relocated) == [True] * 2
 
 
 def test_weights_are_rounded_to_four_bits_and_checked():

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import weft
+from tests.kinds import CPU, CUDA, THREADS, on_ranks
 from tests.moe.layers import CONFIGS, EXPERTS, Case
 from tests.rounds import bits, synchronize
 from weft.errors import (
@@ -31,7 +32,6 @@ from weft.moe import MoE, Replicas, balance, route
 from weft.moe.replicas import relocation
 from weft.moe.replicas.relocation import plan_moves
 
-KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOADS = [9.0, 1, 1, 7, 1, 1, 2, 3]
 OTHER = [1.0, 1, 8, 1, 1, 6, 1, 9]
 FIRST, SECOND = (balance(loads, 2, replicas=4) for loads in (LOADS, OTHER))  # on two ranks
@@ -108,7 +108,9 @@ def test_layers_with_replicas(ranks, kind, name, options, monkeypatch):
     assert all(counts[0][1:])
 
 
-def failing(group: weft.Group, late: bool) -> None:
+@pytest.mark.parametrize("late", [False, True])
+@on_ranks(2, [CPU])
+def test_failed_relocations_leave_no_usable_layer(group, late):
     """If one rank fails or stops in a move, no rank computes with mixed weights."""
     case, first, second = SOFTMAX, FIRST, SECOND
     with open_layer(group, case, first) as layer:
@@ -134,12 +136,9 @@ def failing(group: weft.Group, late: bool) -> None:
                 call()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_failed_relocations_leave_no_usable_layer(ranks, late):
-    ranks(2, "cpu")(failing, late)
-
-
-def within_rounds(group: weft.Group, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+@on_ranks(2, [THREADS])
+def test_no_expert_moves_within_a_round(group, mode):
     """Between dispatch and combine, or during another thread's call, a move is refused."""
     case, first, second = SOFTMAX.next(tokens=(4, 3)), FIRST, SECOND
     with open_layer(group, case, first, mode=mode, overlap="none", gemm="torch") as layer:
@@ -178,12 +177,8 @@ def within_rounds(group: weft.Group, mode: str) -> None:
         hold(layer, case, layer(x, logits), 0)
 
 
-@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
-def test_no_expert_moves_within_a_round(ranks, mode):
-    ranks(2, "threads")(within_rounds, mode)
-
-
-def other_weights(group: weft.Group) -> None:
+@on_ranks(2)
+def test_weights_of_the_caller(group):
     """Callers that move weights themselves; refusals; ranks that differ."""
     case, first, second = SOFTMAX, FIRST, SECOND
     with open_layer(group, case, first) as layer:
@@ -213,12 +208,8 @@ def other_weights(group: weft.Group) -> None:
         layer.relocate(first)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_the_caller(ranks, kind):
-    ranks(2, kind)(other_weights)
-
-
-def captured(group: weft.Group) -> None:
+@on_ranks(2, [CUDA])
+def test_graphs_work_after_a_relocation(group):
     """A graph that was captured before a move works after it."""
     case, first, second = Case(CONFIGS["softmax"], tokens=(16, 9)), FIRST, SECOND
     with open_layer(group, case, first) as layer:
@@ -237,12 +228,9 @@ def captured(group: weft.Group) -> None:
         layer.check()
 
 
-@pytest.mark.gpu
-def test_graphs_work_after_a_relocation(ranks):
-    ranks(2, "cuda")(captured)
-
-
-def in_rounds(group: weft.Group, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+@on_ranks(2)
+def test_rounds(group, mode):
     """Run batches beyond max_tokens in a number of rounds that is equal on all ranks."""
     case = Case(CONFIGS["deepseek"], tokens=(37, 0))
     x, logits = case.inputs_of(group.rank, group.device)
@@ -267,12 +255,6 @@ def in_rounds(group: weft.Group, mode: str) -> None:
         for args, inputs, words in wrong:
             with pytest.raises(InvalidArgument, match=words):
                 layer(*args, **{"rows": 37, **inputs})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
-def test_rounds(ranks, kind, mode):
-    ranks(2, kind)(in_rounds, mode)
 
 
 def test_moves_prefer_the_own_ranks_copy():
