@@ -8,51 +8,39 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import weft
 from tests.groups import VARIANTS, check_round, empty_round, fill, make, random_ids
 from tests.headers import Header
-from tests.kinds import ANY, on_ranks
+from tests.kinds import on_ranks
 from tests.rounds import synchronize
 from weft.grouping.operator import ExpertGroups, Grouped
 
 
-def chosen_ids(group: weft.Group, names: list[str]) -> None:
+@pytest.mark.parametrize("name", VARIANTS)
+@on_ranks(2)
+def test_chosen_ids(group, name):
     with make(group) as a2a:
         received, experts = empty_round(a2a), a2a.num_local_experts
-        full = [a2a.max_tokens] * group.size
-        shape = received.ids.shape
-        for name in names:
-            groups = ExpertGroups(a2a, **VARIANTS[name])  # type: ignore[arg-type]
-            none = torch.full(shape, -1, dtype=torch.int32)
-            fill(received, none, full, 1)
+        groups = ExpertGroups(a2a, **VARIANTS[name])  # type: ignore[arg-type]
+        full, shape = [a2a.max_tokens] * group.size, received.ids.shape
+        none = torch.full(shape, -1, dtype=torch.int32)
+        to_one = none.clone()
+        to_one[..., 1] = experts - 1
+        rounds = [(none, full), (to_one, full), (random_ids(shape, experts, 3, 0.3, 0.0), [0, 0])]
+        for seed, counts in enumerate(([7, 128], [150, 0], full), 10):
+            rounds.append((random_ids(shape, experts, seed, 0.2, 0.1), counts))
+        for seed, (ids, counts) in enumerate(rounds):
+            fill(received, ids, counts, seed)
             check_round(a2a, groups, received)
-            to_one = none.clone()
-            to_one[..., 1] = experts - 1
-            fill(received, to_one, full, 2)
-            check_round(a2a, groups, received)
-            fill(received, random_ids(shape, experts, 3, 0.3, 0.0), [0] * group.size, 3)
-            check_round(a2a, groups, received)
-            for seed, counts in enumerate(([7, 128, 129], [150, 0, 1], full), 10):
-                ids = random_ids(shape, experts, seed, 0.2, 0.1)
-                fill(received, ids, counts[: group.size], seed)
-                check_round(a2a, groups, received)
-            groups.close()
+        groups.close()
 
 
-@pytest.mark.parametrize("kind", ANY)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_chosen_ids(ranks, kind, name):
-    ranks(2, kind)(chosen_ids, [name])
-
-
-def any_routing(group: weft.Group, names: list[str]) -> None:
+@on_ranks(3)
+def test_any_routing(group):
     with make(group, max_tokens=9, num_experts=4 * group.size) as a2a:
         received, experts = empty_round(a2a), a2a.num_local_experts
-        options = {name: dict(VARIANTS[name]) for name in names}
-        for name, option in options.items():
-            if "too few" in name:
-                option["max_rows"] = 16 if "aligned" in name else 5
-        made = {n: ExpertGroups(a2a, **o) for n, o in options.items()}  # type: ignore[arg-type]
+        names = ("contiguous", "aligned", "masked")
+        options = [VARIANTS[name] for name in names] + [{"max_rows": 5}]
+        made = [ExpertGroups(a2a, **option) for option in options]  # type: ignore[arg-type]
         chance = st.sampled_from([0.0, 0.1, 0.5, 0.9])
 
         @settings(
@@ -70,21 +58,17 @@ def any_routing(group: weft.Group, names: list[str]) -> None:
             if repeats:
                 ids[..., 2] = ids[..., 0]
             fill(received, ids, counts, seed)
-            for groups in made.values():
+            for groups in made:
                 check_round(a2a, groups, received)
 
         if group.rank == 0:
             check()
 
 
-@pytest.mark.parametrize("kind", ANY)
-def test_any_routing(ranks, kind):
-    ranks(3, kind)(any_routing, ["contiguous", "aligned", "masked", "too few rows"])
-
-
 @on_ranks(2)
 def test_other_sizes(group):
     for changes in (
+        {"num_experts": 4, "expert_map": [0, 0, 0, 0]},  # a rank without experts
         {"top_k": 1, "max_tokens": 1, "num_experts": 4, "expert_map": [1, 1, 0, 1]},
         {"top_k": 9, "num_experts": 600, "hidden": 264, "dtype": torch.float16},
         {"top_k": 32, "num_experts": 500, "dtype": torch.float32, "max_tokens": 20},
@@ -97,24 +81,6 @@ def test_other_sizes(group):
                 ids = random_ids(received.ids.shape, a2a.num_local_experts, seed, holes, 0.0)
                 fill(received, ids, [a2a.max_tokens] * group.size, seed)
                 check_round(a2a, groups, received)
-
-
-def no_experts(group: weft.Group) -> tuple[int, ...]:
-    with make(group, num_experts=4, expert_map=[0, 0, 0, 0]) as a2a:
-        groups = ExpertGroups(a2a)
-        received = empty_round(a2a)
-        grouped = groups.gather(received)
-        synchronize(group.device)
-        assert grouped.offsets.tolist() == [0] * (a2a.num_local_experts + 1)
-        groups.scatter(torch.zeros(groups.y_shape, dtype=a2a.dtype, device=group.device))
-        a2a.combine()
-        a2a.check()
-        return tuple(grouped.x.shape)
-
-
-@pytest.mark.parametrize("kind", ANY)
-def test_a_rank_without_experts(ranks, kind):
-    assert ranks(2, kind)(no_experts) == [(2 * 150 * 3, 24), (0, 24)]
 
 
 @on_ranks(2)

@@ -36,27 +36,6 @@ def test_whole_rounds(group):
             a2a.check()
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped_mm"
-)
-@on_ranks(2)
-def test_rows_feed_a_grouped_gemm(group):
-    case = Round(tokens=(16, 9), experts=8)
-    with weft.AllToAll(group, max_tokens=16, top_k=4, num_experts=8, hidden=64) as a2a:
-        x, ids, weights, _ = case.inputs_of(group.rank, group.device)
-        matrix = torch.randn((8, 64, 64), generator=torch.Generator().manual_seed(1)) / 8
-        matrix = matrix.to(group.device, torch.bfloat16)
-        groups = ExpertGroups(a2a, align=16)
-        grouped = groups.gather(a2a.dispatch(x, ids, weights))
-        own = matrix[list(a2a.local_experts)].contiguous()
-        groups.scatter(torch.nn.functional.grouped_mm(grouped.x, own, offs=grouped.offsets[1:]))
-        out = a2a.combine()
-        each = torch.einsum("th,tkho->tko", x.float(), matrix[ids].float())
-        torch.testing.assert_close(
-            out.float(), (each * weights[..., None]).sum(1), atol=0.1, rtol=0.05
-        )
-
-
 @on_ranks(2)
 def test_invalid_input_is_refused_on_the_host(group):
     with make(group) as a2a, make(group) as other:

@@ -273,7 +273,7 @@ def grouped_gemms() -> list[Row]:
     scales = kind_of_values(torch.ones((8, 1)), [1.0], "a", True).optional()
     sized = {"experts": 2, "rows_per_expert": 8, "n": 256, "k": 128, "dtype": BF16}
     planned = {"experts": AMOUNT, "rows_per_expert": AMOUNT}
-    planned["dtype"] = kind_of_values("bfloat16", 7, True, torch.float64, [])
+    planned["dtype"] = kind_of_values("bfloat16", 7, True, torch.float32, torch.float64, [])
     tile = {"block_m": kind_of_values(*WHOLE, 0, 48), "block_n": kind_of_values(*WHOLE, 0, 64)}
     tile |= {"block_k": kind_of_values(*WHOLE, 0, 96), "warps": kind_of_values(*WHOLE, 0, 5)}
     flag = torch.zeros(1, dtype=torch.int32)

@@ -157,17 +157,6 @@ def test_fused_layouts(tmp_path, layout, prefix):
     same(read(folder, 3, 1, config=config, fp8=True), expected.to_fp8())
 
 
-def test_fp8_blocks(tmp_path):
-    every, whole = range(EXPERTS), stacked(*range(EXPERTS))
-    same(read(save(tmp_path, separate()), *every, fp8=True), whole.to_fp8())
-    folder = save(tmp_path, in_fp8())
-    same(read(folder, *every, fp8=True), whole.to_fp8())
-    wide = read(folder, *every)
-    assert torch.equal(wide.down, dequantized(whole.to_fp8(), "down").bfloat16())
-    assert not torch.equal(wide.down, whole.down)
-    torch.testing.assert_close(wide.gate_up, whole.gate_up, rtol=1 / 8, atol=1 / 128)
-
-
 def test_blocks_at_the_edge(tmp_path):
     """Sizes that are no multiples of 128 have smaller last blocks, and cannot become FP8."""
     config = replace(CONFIG, hidden=200, intermediate=72)

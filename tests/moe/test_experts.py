@@ -38,12 +38,11 @@ def test_an_expert_is_its_formula(name):
     config = replace(CONFIGS[name], dtype=torch.float32, shared=24)
     expert, shared = Expert.seeded(config, 3), Expert.seeded(config, 3, shared=True)
     x = torch.randn(4, config.hidden, generator=torch.Generator().manual_seed(1))
-    h, y = x @ expert.gate_up.T, 0.0
-    if expert.gate_up_bias is not None and expert.down_bias is not None:
-        h, y = h + expert.gate_up_bias, expert.down_bias
-    assert config.biased == isinstance(y, torch.Tensor)
-    y = y + GATINGS[config.gating](*h.chunk(2, dim=-1)) @ expert.down.T
-    torch.testing.assert_close(expert(x), y)
+    biases = expert.gate_up_bias, expert.down_bias
+    assert [bias is not None for bias in biases] == [config.biased] * 2
+    up, down = (0.0 if bias is None else bias for bias in biases)
+    gated = GATINGS[config.gating](*(x @ expert.gate_up.T + up).chunk(2, dim=-1))
+    torch.testing.assert_close(expert(x), gated @ expert.down.T + down)
     assert not torch.equal(Expert.seeded(config, 4).down, expert.down)
     assert shared.down.shape == (config.hidden, 24)
     assert shared.gate_up_bias is None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import weft
+from tests.kinds import THREADS, on_ranks
 from tests.moe.layers import CONFIGS, EXPERTS, WIDER, Case, ordinary_bytes, tolerance_of
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
@@ -157,11 +158,13 @@ def test_processes(ranks, mode):
     ranks(2, "cpu")(rounds, case, {"mode": mode, "overlap": "shared_expert"})
 
 
-def any_routing(group: weft.Group, options: dict[str, Any]) -> None:
+@BOTH
+@on_ranks(3, [THREADS])
+def test_any_routing(group, mode):
     """Run many rounds in one layer: ties, hot experts, idle experts, uneven batches."""
     case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(6, 6, 6))
     numbers = torch.tensor([-float("inf"), -1.0, -0.0, 0.0, 2.0, 2.0, 30.0])
-    with case.open(group, overlap="none", **options) as layer:
+    with case.open(group, overlap="none", mode=mode) as layer:
         for seed in range(20):
             generator = torch.Generator().manual_seed(seed)
             counts = torch.randint(0, 7, (group.size,), generator=generator).tolist()
@@ -178,17 +181,14 @@ def any_routing(group: weft.Group, options: dict[str, Any]) -> None:
 
 
 @BOTH
-def test_any_routing(ranks, mode):
-    ranks(3, "threads")(any_routing, {"mode": mode})
-
-
-def order_of_calls(group: weft.Group, options: dict[str, Any]) -> None:
+@on_ranks(2, [THREADS])
+def test_tokens_are_sent_before_the_shared_expert_runs(group, mode):
     """Tokens are sent before the shared expert runs; only the first call tries a row of it."""
     case, seen = Case(CONFIGS["deepseek"], tokens=(3, 2)), []
     shared = case.shared(group.device)
     assert shared is not None
     for overlap in ("none", "shared_expert"):
-        with case.open(group, overlap=overlap, **options) as layer:
+        with case.open(group, overlap=overlap, mode=mode) as layer:
 
             def watched(x: torch.Tensor, layer: weft.MoE = layer) -> torch.Tensor:
                 seen.append(layer.workspace.is_mid_round)
@@ -198,11 +198,6 @@ def order_of_calls(group: weft.Group, options: dict[str, Any]) -> None:
             layer(*case.inputs_of(group.rank, group.device))
             settle(group)
     assert seen == [False, True, False, True]
-
-
-@BOTH
-def test_tokens_are_sent_before_the_shared_expert_runs(ranks, mode):
-    ranks(2, "threads")(order_of_calls, {"mode": mode})
 
 
 def padded_tokens(group: weft.Group, name: str, options: dict[str, Any]) -> None:

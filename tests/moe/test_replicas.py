@@ -69,8 +69,8 @@ def test_every_placement_holds_each_expert_and_none_twice_on_a_rank(case):
     sizes, physical = result.table(CPU)
     assert sizes.dtype == physical.dtype == torch.int32
     assert sizes.tolist() == counts
-    for own, row in zip(result.physical_on(), physical.tolist(), strict=True):
-        assert row == [*own] + [-1] * (max(counts) - len(own))
+    for slots, row in zip(result.physical_on(), physical.tolist(), strict=True):
+        assert row == [*slots] + [-1] * (max(counts) - len(slots))
     placement = Placement.blocks(len(result.logical), ranks)
     for expert, own in enumerate(result.physical_on()):
         assert all(result.logical[slot] == expert for slot in own)
