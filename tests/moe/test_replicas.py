@@ -69,14 +69,14 @@ def test_every_placement_holds_each_expert_and_none_twice_on_a_rank(case):
     sizes, physical = result.table(CPU)
     assert sizes.dtype == physical.dtype == torch.int32
     assert sizes.tolist() == counts
-    for slots, row in zip(result.physical_on(), physical.tolist(), strict=True):
-        assert row == [*slots] + [-1] * (max(counts) - len(slots))
+    for own, row in zip(result.physical_on(), physical.tolist(), strict=True):
+        assert row == [*own] + [-1] * (max(counts) - len(own))
     placement = Placement.blocks(len(result.logical), ranks)
     for expert, own in enumerate(result.physical_on()):
         assert all(result.logical[slot] == expert for slot in own)
     for rank in range(ranks):
-        local = [result.logical[slot] for slot in placement.experts_of(rank)]
-        assert tuple(local) == result.logical_experts(rank)
+        slots = [*placement.experts_of(rank)]
+        assert tuple(result.logical[slot] for slot in slots) == result.logical_experts(rank)
 
 
 @pytest.mark.gpu
