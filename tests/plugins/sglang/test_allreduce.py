@@ -73,15 +73,18 @@ def make_norm(dtype: torch.dtype = torch.float32, gemma: bool = False, **setting
 
 
 def run_layer(
-    group: weft.Group, norm: Any, tokens: int, dtype: torch.dtype = torch.float32
+    group: weft.Group, norm: Any, tokens: int, dtype: torch.dtype = torch.float32, more: bool = True
 ) -> list[Any]:
     """Sum and norm as a layer of SGLang does, against torch in fp32.
 
-    Returns the norm's calls, SGLang's methods, and bits to compare between ranks.
+    more: whether something is added to the residual. Returns the norm's calls, SGLang's methods,
+    and bits to compare between ranks.
     """
     parts = [rows(tokens, dtype, rank) for rank in range(group.size)]
-    residual, extra = rows(tokens, dtype, 7), rows(tokens, dtype, 8)
-    whole = torch.stack(parts).float().sum(0) + residual.float() + extra.float()
+    residual, extra = rows(tokens, dtype, 7), rows(tokens, dtype, 8) if more else None
+    added = residual if extra is None else residual + extra
+    whole = torch.stack(parts).float().sum(0) + residual.float()
+    whole = whole if extra is None else whole + extra.float()
     want, kept, x = norm.forward(whole), residual.clone(), parts[group.rank]
     gate = importlib.import_module("sglang.srt.layers.layer_boundary.residual.add_norm")
     norm.calls = 0
@@ -91,7 +94,7 @@ def run_layer(
         assert torch.equal(residual, kept)  # the residual that goes on is another tensor
     else:
         total = state().groups["tp"].all_reduce(x)
-        normed, total = norm.forward(total, residual + extra)
+        normed, total = norm.forward(total, added.clone())
     close: dict[str, Any] = {
         "rtol": 2.0**-7 if dtype == torch.bfloat16 else 1e-5,
         "atol": TOLERANCE[dtype],
@@ -124,7 +127,7 @@ def run_plain(group: weft.Group, model: str, backend: str | None, **setting: Any
     runner.model_config.hf_config.architectures = [model]
     runner.server_args.flashinfer_allreduce_fusion_backend = backend
     runner.load_model()
-    return run_layer(group, make_norm(**setting), 4)[:2]
+    return run_layer(group, make_norm(**setting), 4, more=not setting)[:2]
 
 
 def run_odd(group: weft.Group, setting: str) -> list[Any]:
