@@ -46,13 +46,7 @@ OTHERS = (
 )
 
 
-def same_bits(
-    group: weft.Group,
-    way: str,
-    rounds: tuple[Round, ...],
-    layouts: list[str],
-    options: dict[str, object],
-) -> None:
+def same_bits(group, way, rounds, layouts, options):
     """Compare rounds of one shape that are sent with those of another all-to-all that scatters."""
     returns = {"sent": return_by_send}
     if way == "choices" and group.device.type == "cpu":

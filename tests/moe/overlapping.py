@@ -266,9 +266,7 @@ def delay_a_rank(group: weft.Group, number: int) -> None:
         torch.cuda._sleep(int(wait * 1e9))  # cycles, at about 2 GHz: half as long
 
 
-def run_odd_rounds(
-    group: weft.Group, rounds: int, top_k: int, rows: int, options: dict[str, Any]
-) -> dict[str, int]:
+def run_odd_rounds(group, rounds, top_k, rows, options):
     """Delayed ranks and unusual routing, round after round, all poisoned.
 
     rows: of each expert that products plan for.

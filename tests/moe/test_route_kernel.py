@@ -37,8 +37,6 @@ NUMBERS = [-3.0, -1.5, -0.0, 0.0, 0.25, 0.5, 1.0, 4.0]
 ODD = [*NUMBERS, math.nan, -math.nan, -math.inf, math.inf, 100.0, -200.0]
 ULPS = 16  # weights: two exponentials of a last bit each, and the order of a sum of up to 1024
 
-Run = Callable[[Routing, torch.Tensor, torch.Tensor | None, torch.Tensor | None], Routed]
-
 
 class Batch(NamedTuple):
     """Logits of one kind. exact: no choice depends on a last bit, so ids must be equal."""
@@ -103,7 +101,9 @@ def compare(got: Routed, wanted: Routed, *, exact: bool, what: str) -> None:
     )
 
 
-def hold_to_torch(run: Run, routing: Routing, tokens: int, device: str, seed: int = 0) -> None:
+def hold_to_torch(
+    run: Callable[..., Routed], routing: Routing, tokens: int, device: str, seed: int = 0
+) -> None:
     """Compare every batch with torch on the same device, whole and with padding."""
     for kind, there, bias, exact in batches(routing, tokens, seed):
         # A copy to a device need not keep strides.
@@ -161,12 +161,7 @@ def kernels() -> Emulated:
 def test_the_emulated_kernel_chooses_and_weighs_as_torch(kernels, name):
     kernel = f"route_{list(RULES).index(name)}"
 
-    def run(
-        routing: Routing,
-        logits: torch.Tensor,
-        correction: torch.Tensor | None,
-        num_tokens: torch.Tensor | None,
-    ) -> Routed:
+    def run(routing, logits, correction, num_tokens):
         ids = torch.full((len(logits), routing.top_k), -77, dtype=torch.int32)
         weights = torch.full(ids.shape, -77.0)
         args = build_route_args(logits, correction, num_tokens, routing.scale, ids, weights)
@@ -176,12 +171,7 @@ def test_the_emulated_kernel_chooses_and_weighs_as_torch(kernels, name):
     hold_to_torch(run, RULES[name], ROWS, "cpu")
 
 
-def on_gpu(
-    routing: Routing,
-    logits: torch.Tensor,
-    correction: torch.Tensor | None,
-    num_tokens: torch.Tensor | None,
-) -> Routed:
+def on_gpu(routing, logits, correction, num_tokens):
     return route(routing, logits, correction=correction, num_tokens=num_tokens)
 
 

@@ -227,28 +227,20 @@ def test_a_block_of_transformers_matches_the_reference(name, original, tmp_path)
         assert torch.equal(some.gate_up_bias, whole.gate_up_bias[[6, 1]])
 
 
-def _layers(group: weft.Group, cases: list[tuple[Any, ...]]) -> list[torch.Tensor]:
-    return [_layer(group, *case) for case in cases]
+def read_experts(folder: str, layer: int, config: MoEConfig) -> Any:
+    """Return a function that reads the experts of a rank."""
+    return lambda local: ExpertWeights.from_safetensors(folder, layer, local, config=config)
 
 
-def _layer(
-    group: weft.Group,
-    folder: str,
-    x: torch.Tensor,
-    router: tuple[torch.Tensor, torch.Tensor | None],
-    correction: torch.Tensor | None,
-    shared: torch.nn.Module | None,
-) -> torch.Tensor:
-    config = MoEConfig.from_hf(folder)
-
-    def read_weights(local: tuple[int, ...]) -> ExpertWeights:
-        return ExpertWeights.from_safetensors(folder, LAYER, local, config=config)
-
-    kwargs: dict[str, Any] = {"max_tokens": TOKENS, "shared": shared, "correction": correction}
-    with weft.MoE(group, config, read_weights, **kwargs) as layer:
-        out = layer(x, router_logits(x, *router))
-        layer.check()
-        return out
+def run_layers(group: weft.Group, cases: list[Any]) -> list[torch.Tensor]:
+    outs = []
+    for folder, x, router, parts in cases:
+        config = MoEConfig.from_hf(folder)
+        experts = read_experts(folder, LAYER, config)
+        with weft.MoE(group, config, experts, max_tokens=TOKENS, **parts) as layer:
+            outs.append(layer(x, router_logits(x, *router)))
+            layer.check()
+    return outs
 
 
 @torch.no_grad()
@@ -266,32 +258,24 @@ def test_a_layer_over_ranks_is_the_block(ranks, tmp_path):
         gate = gate_of(block)
         bias = getattr(gate, "bias", None)
         router = gate.weight.data, None if bias is None else bias.data
-        cases.append((str(folder), x, router, correction_of(block), shared_of(block, config)))
-    for outs in ranks(4, "threads")(_layers, cases):
+        parts = {"correction": correction_of(block), "shared": shared_of(block, config)}
+        cases.append((str(folder), x, router, parts))
+    for outs in ranks(4, "threads")(run_layers, cases):
         for name, out, want in zip(names, outs, expected, strict=True):
             assert float((out - want).abs().max() / want.abs().max()) < 1e-5, name
 
 
-def _hash_layer(
-    group: weft.Group,
-    folder: str,
-    x: torch.Tensor,
-    tokens: torch.Tensor,
-    parts: dict[int, tuple[torch.Tensor, torch.Tensor, torch.nn.Module]],
-) -> list[torch.Tensor]:
+def _hash_layer(group, folder, x, tokens, parts):
     """Layer 1 routes by logits and a correction, its sibling layer 0 by a token table."""
     config = MoEConfig.from_hf(folder)
-
-    def read_weights(layer: int) -> Any:
-        return lambda local: ExpertWeights.from_safetensors(folder, layer, local, config=config)
-
     (gate, correction, shared), (first_gate, table, first_shared) = parts[1], parts[0]
+    second = {"max_tokens": TOKENS, "shared": shared, "correction": correction}
     none = torch.zeros(EXPERTS)
     with (
-        weft.MoE(
-            group, config, read_weights(1), max_tokens=TOKENS, shared=shared, correction=correction
-        ) as layer,
-        layer.sibling(read_weights(0), shared=first_shared, correction=none) as first,
+        weft.MoE(group, config, read_experts(folder, 1, config), **second) as layer,
+        layer.sibling(
+            read_experts(folder, 0, config), shared=first_shared, correction=none
+        ) as first,
     ):
         ids, weights = compute_topk_weights(
             config.routing, router_logits(x, first_gate), table[tokens]
