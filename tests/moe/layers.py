@@ -198,10 +198,8 @@ def dequantize_blocks(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def tolerance_of(config: MoEConfig, wanted: torch.Tensor) -> float:
     """Return the tolerance of a layer against the reference, which rounds only wire data.
 
-    Roundings on the way, each half a unit of its value: the product, the gating's steps, the second
-    product, the rank's sum, the result. They are of either sign, and values are smaller than the
-    largest: five halves of that one's unit. In float32 the order of a product's 128 sums counts
-    more, and sixteen halves hold it.
+    The product, the gating's steps, the second product, the rank's sum and the result are rounded:
+    five halves of the largest value's unit. In float32 the order of 128 sums counts more.
     """
     largest = max(1.0, float(wanted.abs().max()) if wanted.numel() else 0.0)
     split_phase = 16 if config.dtype == torch.float32 else 5

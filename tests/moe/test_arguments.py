@@ -119,19 +119,18 @@ def launched(fn: object, args: Any, ranks: int, device: Any = "cpu", timeout: fl
 def sizes() -> list[Row]:
     """Yield rows of functions of numbers."""
     placement, ranks = weft.Placement.blocks(4, 2), from_1(73)
+    few = {"max_running_requests": 8, "prefill_tokens": 8}
+    torch_group = kind_of_values("x", 7, True, []).optional()
     amounts = ("prefill_tokens", "speculative_tokens", "graph_batch_size")
     device = kind_of_values("meta", 7, True, [], "gpu", torch.zeros(2))
+    run = {"fn": CALLED, "args": FREE, "device": device, "timeout": SECONDS}
     odd = [7, "x", b"x", {}, [True], ["1"], [-1.0], [NAN], [[1.0]], [], Stranger()]
     odd += [torch.ones(2, 2), torch.ones(2, dtype=torch.bool), torch.ones(2, device="meta")]
     loads = kind_of_values(*odd, torch.ones(2, dtype=torch.complex64))
     logical = kind_of_values(7, "x", [0.5], [-1], [True], [1 << 16], [], [0, 2], Stranger())
     placed, living = balance([3, 1], 2, 2), from_1(4).optional()
     return [
-        row(
-            weft.tokens_per_rank,
-            {"max_running_requests": 8, "prefill_tokens": 8},
-            **dict.fromkeys(amounts, AMOUNT),
-        ),
+        row(weft.tokens_per_rank, few, **dict.fromkeys(amounts, AMOUNT)),
         row(weft.Placement.blocks, {"num_experts": 4, "ep_size": 2}, ep_size=from_1(4097)),
         row(
             weft.Placement.mapped,
@@ -140,18 +139,9 @@ def sizes() -> list[Row]:
         ),
         row(placement.experts_of, {"rank": 0}, rank=from_0(MAX_EP_SIZE)),
         row(placement.table, CPU),
-        row(
-            launched,
-            {"fn": print, "args": (), "ranks": 1},
-            **{"fn": CALLED, "args": FREE, "device": device, "timeout": SECONDS},
-        ),
+        row(launched, {"fn": print, "args": (), "ranks": 1}, **run),
         # None is torch's world, which does not exist; the device is checked afterwards.
-        row(
-            Group.from_torch,
-            {},
-            process_group=kind_of_values("x", 7, True, []).optional(),
-            timeout=SECONDS,
-        ),
+        row(Group.from_torch, {}, process_group=torch_group, timeout=SECONDS),
         row(balance, {"loads": [3.0, 1.0], "ranks": 2}, loads=loads, ranks=ranks, replicas=AMOUNT),
         row(Replicas, {"logical": (0, 1), "ranks": 2}, logical=logical, ranks=ranks),
         row(placed.logical_experts, {"rank": 0}, rank=from_0(2)),
@@ -179,38 +169,30 @@ LOGITS = Kind(_logits)
 
 def routers() -> list[Row]:
     logits, count = torch.randn((TOKENS, EXPERTS)), torch.ones(1, dtype=torch.int32)
-    good = {"routing": RULE, "logits": logits, "correction": torch.zeros(EXPERTS)}
+    good = {"routing": RULE, "logits": logits}
+    whole = {**good, "correction": torch.zeros(EXPERTS), "num_tokens": count}
     ids = torch.zeros((TOKENS, 2)).int()
     linear = {"x": torch.randn((TOKENS, HIDDEN)), "gate": torch.randn((EXPERTS, HIDDEN))}
+    linear["bias"] = torch.zeros(EXPERTS)
     return [
-        row(route, {**good, "num_tokens": count}, logits=LOGITS, correction=KEPT),
-        row(
-            compute_topk_weights,
-            {"routing": RULE, "logits": logits, "topk_ids": ids},
-            logits=LOGITS,
-        ),
-        row(
-            router_logits,
-            {**linear, "bias": torch.zeros(EXPERTS)},
-            x=PLAIN,
-            gate=PLAIN,
-            bias=PLAIN.optional(),
-        ),
+        row(route, whole, logits=LOGITS, correction=KEPT),
+        row(compute_topk_weights, {**good, "topk_ids": ids}, logits=LOGITS),
+        row(router_logits, linear, x=PLAIN, gate=PLAIN, bias=PLAIN.optional()),
     ]
 
 
 def experts() -> list[Row]:
     whole, eight = Expert.seeded(CONFIG, 1), MoEConfig(128, 128, RULE)
     fp8 = FP8Expert.from_expert(Expert.seeded(eight, 1))
-    parts = {
-        name: getattr(fp8, name)[0].clone()
-        for name in ("gate_up", "gate_up_scale", "down", "down_scale")
-    }
+    names = ("gate_up", "gate_up_scale", "down", "down_scale")
+    parts = {name: getattr(fp8, name)[0].clone() for name in names}
     numbers = Kind(lambda good: [good.float().tolist(), "a", True, good.float(), good[0]])
-    scales = {"gate_up_scale": KEPT, "down_scale": KEPT}
+    scales, stacked = dict.fromkeys(names[1::2], KEPT), ExpertWeights.stack(CONFIG, [whole])
     biases = {name: torch.zeros(128, dtype=BF16) for name in ("gate_up_bias", "down_bias")}
     plain = {"gate_up": whole.gate_up.data, "down": whole.down.data, **biases}
     folder = {"folder": "/nowhere", "layer": 3, "experts": [0], "config": CONFIG}
+    text = kind_of_values(7, b"x", True, [], Stranger()).optional()
+    read = {"folder": kind_of_values(7, b"x", True, [], "/nowhere", Stranger()), "prefix": text}
     local = kind_of_values(7, "x", [EXPERTS], [-1], [0.5], [True], torch.zeros(2))
     return [
         row(Expert, plain, gate_up=PLAIN, down=PLAIN, **dict.fromkeys(biases, PLAIN.optional())),
@@ -220,23 +202,8 @@ def experts() -> list[Row]:
             {"config": CONFIG, "experts": [whole]},
             experts=kind_of_values(7, "x", whole, [None], ["x"]),
         ),
-        row(
-            ExpertWeights.from_safetensors,
-            folder,
-            **{
-                "folder": kind_of_values(7, b"x", True, [], "/nowhere", Stranger()),
-                "layer": AMOUNT,
-            },
-            **{
-                "experts": local,
-                "prefix": kind_of_values(7, b"x", True, [], Stranger()).optional(),
-            },
-        ),
-        row(
-            ExpertWeights.stack(CONFIG, [whole]).check,
-            {"config": CONFIG, "local_experts": 1, **CPU},
-            local_experts=AMOUNT,
-        ),
+        row(ExpertWeights.from_safetensors, folder, layer=AMOUNT, experts=local, **read),
+        row(stacked.check, {"config": CONFIG, "local_experts": 1, **CPU}, local_experts=AMOUNT),
         row(FP8Expert, parts, gate_up=numbers, down=numbers, dtype=DTYPE, **scales),
         row(GatedExpert, {"expert": whole, "gate": torch.zeros(1, HIDDEN)}, gate=PLAIN),
         row(FP8Expert.from_expert, {"expert": Expert.seeded(eight, 1)}),
@@ -270,7 +237,8 @@ def pushed(
 def grouped_gemms() -> list[Row]:
     """Yield rows of the grouped GEMM and its plans."""
     results = {"bias": torch.zeros((2, 128)), "out": torch.zeros((8, 128), dtype=BF16)}
-    scales = kind_of_values(torch.ones((8, 1)), [1.0], "a", True).optional()
+    scale = kind_of_values(torch.ones((8, 1)), [1.0], "a", True).optional()
+    scales = {"a_scale": scale, "b_scale": scale}
     sized = {"experts": 2, "rows_per_expert": 8, "n": 256, "k": 128, "dtype": BF16}
     planned = {"experts": AMOUNT, "rows_per_expert": AMOUNT}
     planned["dtype"] = kind_of_values("bfloat16", 7, True, torch.float32, torch.float64, [])
@@ -283,13 +251,7 @@ def grouped_gemms() -> list[Row]:
     }
     packed = {"b": torch.ones((1, 2, 1, 4352), dtype=torch.uint8), "b_scale": torch.ones((1, 128))}
     return [
-        row(
-            weft.gemm.grouped_gemm,
-            operands() | results,
-            offsets=TENSOR,
-            a_scale=scales,
-            b_scale=scales,
-        ),
+        row(weft.gemm.grouped_gemm, operands() | results, offsets=TENSOR, **scales),
         row(weft.gemm.plan, sized, **planned),
         row(weft.gemm.fastest_plan, sized, **planned),
         row(GemmPlan, {"block_m": 64}, **tile),
