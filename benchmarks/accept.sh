@@ -68,7 +68,7 @@ lane() { # lane FIRST COUNT COMMAND... &: on these GPUs only; always a job, and 
 
 rounds() { check rounds 300 some tests/alltoall/test_{alltoall,ways}.py tests/{group,heap,launcher}; }
 sanitizer() { check sanitizer 840 all tests/gpu/test_sanitizer.py; }
-ordering() { check ordering 120 all tests/gpu/test_ordering.py; }
+ordering() { check ordering 120 all tests/models/test_dispatch_tail.py; }
 compat() { check compat 240 some tests/compat -n 4 --dist worksteal; }
 captures() { check captures 400 some tests/gpu/test_captures.py; }
 deaths() { check deaths 300 all tests/gpu/test_recovery.py; }

@@ -17,10 +17,7 @@ Test = Callable[..., Any]
 
 
 def on_ranks(
-    count: int | str,
-    *devices: str,
-    dies: Collection[int] | str = (),
-    **options: Any,
+    count: int | str, *devices: str, dies: Collection[int] | str = (), **options: Any
 ) -> Callable[[Test], Test]:
     """Run a test's body as `body(group, ...)` on each rank; the test fails if any rank raises.
 

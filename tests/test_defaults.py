@@ -220,8 +220,7 @@ def test_no_result_depends_on_torchs_defaults(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("device", "default"),
-    [("cpu", "meta"), pytest.param("cuda", "cuda", marks=pytest.mark.gpu(2))],
+    ("device", "default"), [("cpu", "meta"), pytest.param("cuda", "cuda", marks=pytest.mark.gpu(2))]
 )
 def test_no_object_depends_on_torchs_defaults_or_inference_mode(
     ranks: Callable[..., Any], family: str, device: str, default: str

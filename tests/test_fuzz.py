@@ -304,10 +304,7 @@ REFUSED: dict[str, Callable[[weft.Group], None]] = {
 }
 # The short form draws the same arguments in every run, the long one others.
 LONG = 80
-LENGTHS = [
-    pytest.param(8, id="short"),
-    pytest.param(LONG, id="long", marks=pytest.mark.slow),
-]
+LENGTHS = [pytest.param(8, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.slow)]
 
 
 def seed_of(draws: int) -> int:

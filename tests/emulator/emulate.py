@@ -31,8 +31,8 @@ BODIES: dict[str, dict[str, str]] = {
     "team.cuh": {
         "void store_at(u32 neighbour, u64* at, u64 value) const": (
             "__atomic_store_n(emulated::neighbour(neighbour, at), value, __ATOMIC_RELEASE);"
-        ),
-    },
+        )
+    }
 }
 TRANSLATED = ("device/order.cuh", "device/team.cuh", "device/copy.cuh", "device/quantize_warp.cuh")
 # Hidden: two libraries in one process must not share their thread-local memory.

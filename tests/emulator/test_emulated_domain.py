@@ -16,18 +16,8 @@ import torch
 
 import weft
 from tests import lowlatency_rounds, sums
-from tests.emulator.emulate import (
-    EmulatedEntries,
-    build_library,
-    compile_emulated,
-    emulated_tree,
-)
-from tests.emulator.operators import (
-    EmulatedAllToAll,
-    EmulatedLow,
-    compile_alltoall,
-    compile_low,
-)
+from tests.emulator.emulate import EmulatedEntries, build_library, compile_emulated, emulated_tree
+from tests.emulator.operators import EmulatedAllToAll, EmulatedLow, compile_alltoall, compile_low
 from tests.lowlatency_rounds import Mode
 from tests.rounds import Round, combine_options, drop_refusals, play
 from weft.allreduce.config import ReduceConfig

@@ -14,19 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.emulator.machine_code import (
-    disassemble,
-    frames,
-    numbers_of,
-    strong_accesses,
-    verbs,
-)
+from tests.emulator.machine_code import disassemble, frames, strong_accesses, verbs
 from tests.faults import FAULTS
-from tests.gpu.test_ordering import compile_litmus
 from weft.allreduce import kernels as allreduce
 from weft.allreduce.config import ReduceConfig
 from weft.alltoall import kernels as alltoall
-from weft.errors import CompileError
 from weft.grouping import kernels as grouping
 from weft.grouping.config import GroupConfig
 from weft.jit.nvrtc import compile_cubin
@@ -311,14 +303,6 @@ def test_kernels_compile_with_fault_points(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("define", ["payload=", "low_latency_dispatch="])
-def test_a_compile_error_shows_the_generated_entry(define: str) -> None:
-    name = "low latency" if define.startswith("low") else "deepseek-v3"
-    with pytest.raises(CompileError, match="__launch_bounds__"):
-        KERNELS[name]().program.compile_cubin("sm_90a", defines=(define,))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("combine", ["push", "push_fp8", "gemm_push"])
 def test_all_rows_of_a_token_are_loaded_before_the_first_is_used(combine: str) -> None:
     program = groups(replace(FEW, combine=combine), "contiguous", 32, 8192, 1).program
@@ -329,18 +313,6 @@ def test_all_rows_of_a_token_are_loaded_before_the_first_is_used(combine: str) -
     used = re.search(r"\bSTG\.E\.NA\.128|\bFMUL", code)
     assert used
     assert len(re.findall(r"\bLDG\.E\.NA\.128", code[: used.start()])) == FEW.top_k
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_ordering_litmus_compiles(arch: str) -> None:
-    """The layout is the one that its Python side expects (tests/gpu/test_ordering.py)."""
-    cubin = compile_litmus(arch)
-    share_bytes, ctas, threads, noise_ctas, noise_threads = numbers_of(cubin, b"sizes")
-    assert share_bytes >= ctas * 14336 + (64 << 20)
-    # All of a GPU's CTAs must be on it at once: on 132 SMs each gets one of its own.
-    assert ctas + noise_ctas <= 132
-    assert max(threads, noise_threads) <= 1024
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

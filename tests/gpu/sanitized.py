@@ -123,12 +123,7 @@ def by_expert(group: weft.Group) -> None:
 
 
 CASE = Round(tokens=(16, 9), top_k=5, experts=12, hidden=640, router="holes")
-WAYS = (
-    ("push", "scatter"),
-    ("push", "send"),
-    ("choices", "send"),
-    ("fp8", "send"),
-)
+WAYS = (("push", "scatter"), ("push", "send"), ("choices", "send"), ("fp8", "send"))
 
 
 def rows_return(group: weft.Group) -> None:

@@ -15,9 +15,7 @@ from models.ptx.gen import Litmus, read
 PTX = Path(__file__).resolve().parents[2] / "models" / "ptx"
 LITMUS = {test.name: test for test in read()}
 # Not yet put to Dartagnan: run models/ptx/run.sh, then take the name off this list.
-NOT_RUN = {
-    "A14-the-tail-of-dispatch",
-}
+NOT_RUN = {"A14-the-tail-of-dispatch"}
 # What the model says of shapes that the field knows, so that every axiom of the checker is needed.
 CLASSIC = """
 CoRR forbidden
