@@ -171,12 +171,7 @@ def shows_value(text: str, value: Any) -> bool:
 
 
 def assert_refusals(row: Row) -> int:
-    """Pass every hostile value to every argument and return the number of refusals.
-
-    In a fuzz (tests/test_fuzz.py) several arguments are hostile at a time, drawn at random.
-    """
-    if fuzz is not None:
-        return fuzz(row)
+    """Pass every hostile value to every argument and return the number of refusals."""
     count = 0
     for name, kind in row.kinds.items():
         word = row.names.get(name, name)
@@ -186,9 +181,6 @@ def assert_refusals(row: Row) -> int:
             assert shows_value(text, value), f"{where} does not show it: {text}"
             count += 1
     return count
-
-
-fuzz: Callable[[Row], int] | None = None
 
 
 def refusal_text(row: Row, values: Mapping[str, Any]) -> tuple[str, str]:

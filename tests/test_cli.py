@@ -15,7 +15,6 @@ import torch
 import weft
 from weft.bench import harness
 from weft.bench.machine import describe_code
-from weft.errors import RankFailed
 
 SIZES = "--tokens 1,8 --hidden 256 --top-k 4 --experts 16"
 SMALL = ["bench", "moe", "--device", "cpu", "--quiet", *SIZES.split()]
@@ -45,17 +44,6 @@ def test_bench_moe_with_every_option(weft_command, threads, tmp_path):
     assert peers["torch all-gather"] == "has no equivalent", "mxfp8"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads(timeline.read_text())["metadata"]["tokens_per_rank"] == 8
-
-
-def test_json_alone_on_stdout_and_progress_in_plain_lines(weft_command, threads):
-    command = [each for each in SMALL if each != "--quiet"]
-    code, out, err = weft_command(*command, "--ranks", "2", "--iters", "2", "--json", "-")
-    assert code == 0, err
-    assert json.loads(out)["settings"]["ranks"] == 2
-    assert err.startswith(
-        "weft bench moe: onesided, 1 tokens\nweft bench moe: onesided, 8 tokens\n"
-    )
-    assert "deepseek-v3: 2 ranks" in err, "the table goes where it disturbs nothing"
 
 
 @pytest.mark.parametrize(
@@ -92,35 +80,19 @@ def test_a_wrong_exchange_is_not_timed(weft_command, threads, tmp_path):
     assert not target.exists()
 
 
-MOE, LOW, REDUCE, LAYER = (["bench", name] for name in ("moe", "lowlatency", "allreduce", "layer"))
-
-
 @pytest.mark.parametrize(
     ("command", "text"),
     [
         ("moe --model gpt-9", "choose one of deepseek-v3"),
         ("moe --device tpu", "'tpu': choose one of auto, cpu, cuda"),
-        ("moe --tokens many", "'many' is not a size"),
         ("moe --ranks 99", "ranks is 99"),
-        ("moe --ranks -1", "--ranks"),
-        ("moe --dtype fp64", "'fp64': choose one of bf16, fp16, fp32"),
         ("moe --plot pair.txt", "its suffix selects the format"),
-        ("moe --plot -", "only --json writes to stdout"),
         ("moe --trace -", "only --json writes to stdout"),
         (f"moe --json {__file__}/all.json", "cannot write"),
-        ("moe --json /", "cannot write"),
-        ("moe --case deepseek-v3", "No such option"),
         ("lowlatency --quantize int4", "'int4': choose one of none, fp8"),
-        ("lowlatency --ranks 99", "ranks is 99"),
-        ("lowlatency --scale bf16", "'bf16': choose one of"),
         ("allreduce --backend auto,nccl", "'nccl': choose some of oneshot, twoshot"),
-        ("allreduce --epilogue fp4", "'fp4': choose one of none, norm"),
         ("allreduce --ranks 73", "all-reduce of 73 ranks; it supports 1 to 72"),
-        ("layer --dtype fp4", "'fp4': choose one of bf16, fp8"),
         ("layer --overlap none,later", "'later': choose some of none"),
-        ("layer --ranks 99", "ranks is 99"),
-        ("layer --combine-dtype mail", "'mail': choose one of"),
-        ("layer --gemm tile", "'tile': choose one of auto, grouped"),
         ("moe --plot p.png", "[plot]'"),
         ("moe --device cuda", "finds no GPU"),
     ],
@@ -136,16 +108,6 @@ def test_refusals_come_before_any_rank(weft_command, monkeypatch, command, text)
     assert out == ""
     assert text in " ".join(err.replace("│", " ").split())
     assert "Traceback" not in err
-
-
-def test_a_failed_rank_shows_its_traceback(weft_command, monkeypatch):
-    def fails(*_args, **_options):
-        raise RankFailed("rank 1 of 2 raised ValueError\nTraceback ...") from ValueError("boom")
-
-    monkeypatch.setattr(harness, "launch", fails)
-    code, _, err = weft_command(*SMALL, "--ranks", "2")
-    assert code == 1
-    assert "RankFailed: rank 1 of 2 raised ValueError" in err
 
 
 def test_cache(weft_command, monkeypatch, tmp_path):
@@ -188,21 +150,3 @@ def test_weft_is_imported_without_benchmarks_and_without_triton():
     with pytest.raises(AttributeError, match="module 'weft' has no attribute 'Loom'"):
         _ = weft.Loom  # type: ignore[attr-defined]
     assert set(weft.__all__) <= set(dir(weft))
-
-
-def test_help_names_options_and_choices(weft_command):
-    _, out, _ = weft_command("--help")
-    for command in ("bench", "doctor", "demo", "cache"):
-        assert command in out
-    _, out, _ = weft_command("bench", "moe", "--help")
-    for option in ("--routing", "--model", "--payload", "--eager", "mxfp8", "zipf"):
-        assert option in out
-
-
-def test_choices_are_completed():
-    from weft.cli.options import choice_option
-
-    one = choice_option(("fp8", "fp16", "bf16"), "{}").autocompletion
-    assert one("fp") == ["fp8", "fp16"]
-    several = choice_option(("none", "norm"), "{}", several=True).autocompletion
-    assert several("none,no") == ["none,none", "none,norm"]

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every public call has a row of hostile arguments, or is listed here."""
+"""Every public call has a row of hostile arguments, or is listed here, and explains misspelling."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
 
 import weft
 import weft.compat.deep_ep
@@ -17,6 +20,7 @@ import weft.compat.triton_dist
 import weft.gemm
 import weft.moe
 from tests.hostile import public_parameters
+from weft.errors import BadCall, InvalidArgument
 from weft.keywords import is_internal
 
 MODULES: tuple[ModuleType, ...] = (
@@ -60,6 +64,10 @@ INTERNAL = {
     *(f"{w}.{m}" for w in WORKSPACES for m in HELPERS),
     *("Buffer.clean_low_latency_buffer", "AllReduceFusionPattern", "QuantizationSFLayout"),
 }
+
+
+# Names in the tables of calls that have another name.
+ROWS = {"launch": "launched"}
 
 
 def calls() -> Iterator[tuple[str, Any]]:
@@ -119,5 +127,49 @@ def test_every_exemption_exists():
         assert (Path(__file__).parents[1] / path).is_file()
 
 
-# Names in the tables of calls that have another name.
-ROWS = {"launch": "launched"}
+CALLS = [
+    pytest.param(name.partition(".")[0], call, id=name)
+    for name, call in calls()
+    if call.__module__.startswith("weft.")
+    and name not in ("ExpertGroups.scatter", "ExpertGroups.send", "lease")
+    and not (isinstance(call, type) and "__init__" not in vars(call))
+]
+
+
+@pytest.mark.parametrize(("kind", "call"), CALLS)
+def test_every_misspelt_keyword_gets_a_suggestion(kind: str, call: Any) -> None:
+    """The suggestion comes before any argument is checked."""
+    parameters = inspect.signature(call).parameters
+    names = [name for name in parameters if name[0] != "_" and name != "self"]
+    required: dict[str, Any] = dict.fromkeys(
+        name for name in names if parameters[name].default is inspect.Parameter.empty
+    )
+    owner = []
+    if "self" in parameters:
+        owner = [object.__new__(next(getattr(m, kind) for m in MODULES if kind in m.__all__))]
+    draw = random.Random(call.__qualname__)
+    for name in names:
+        place = draw.randrange(len(name))
+        wrong = name[:place] + name[place + 1 :] if len(name) > 3 else name + "s"
+        if wrong in names or parameters[name].kind in (2, 4):
+            continue
+        with pytest.raises(BadCall) as caught:
+            call(*owner, **required, **{wrong: 1})
+        text = str(caught.value)
+        assert f"has no argument {wrong}: did you mean" in text, text
+        assert isinstance(caught.value, InvalidArgument | TypeError)
+
+
+def test_a_type_error_from_within_is_not_touched() -> None:
+    """Only errors about the arguments of the call itself are explained."""
+
+    def broken(local: Any) -> Any:
+        raise TypeError("of a caller's function")
+
+    def body(group: weft.Group) -> None:
+        config = weft.MoEConfig(hidden=128, intermediate=128, routing=weft.moe.Routing(4, 2))
+        with pytest.raises(Exception, match="of a caller's function") as caught:
+            weft.MoE(group, config, broken, max_tokens=4)
+        assert not isinstance(caught.value, BadCall)
+
+    weft.launch(body, ranks=1, device="threads")
