@@ -14,13 +14,11 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(100_000), list[object]
 
 
 def shares_mapped():
-    """Return the number of mapped heap shares."""
     with open("/proc/self/maps", encoding="utf-8") as file:
         return sum("weft-share" in line for line in file)
 
 
 def open_files():
-    """Return the number of open descriptors of this process after a collection."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
@@ -33,7 +31,6 @@ def resource_counts():
 
 
 def inaccessible_mappings():
-    """Return the number of inaccessible mappings; each heap makes at least one."""
     with open("/proc/self/maps", encoding="utf-8") as file:
         return sum(line.split()[1] == "---p" for line in file)
 
@@ -58,5 +55,4 @@ def raises_soon(kind, text, seconds=100.0):
 
 
 def die():
-    """End this process as `kill -9` does."""
     os.kill(os.getpid(), signal.SIGKILL)

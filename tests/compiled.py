@@ -29,7 +29,6 @@ PATIENT: dict[str, Any] = {"timeout": 200.0}  # ranks compile for longer than tw
 def assert_same(
     got: tuple[torch.Tensor | None, ...], wanted: tuple[torch.Tensor | None, ...]
 ) -> None:
-    """Assert that results are equal byte for byte, or both None."""
     assert len(got) == len(wanted)
     for place, (one, other) in enumerate(zip(got, wanted, strict=True)):
         if one is None or other is None:
@@ -63,7 +62,6 @@ def compare_compiled(
     case: Round | Case,
     turns: tuple[tuple[int, ...], ...],
 ) -> None:
-    """Compare the compiled body with the eager one for several sizes of a case."""
     traced = compile_body(body, options)
     for seed, tokens in enumerate(turns):
         now: Any = case.next(tokens=tokens[: group.size], seed=seed)
@@ -79,7 +77,6 @@ def run_chain(
     weight: torch.Tensor,
     quant: Quant | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run three all-reduces, each on the result of the one before."""
     a = ar.fused(x * 2, residual=residual, weight=weight)
     assert a.norm is not None
     b = ar.fused(a.norm + 1, residual=a.residual, weight=weight, quant=quant, norm_out=True)
@@ -125,7 +122,6 @@ def compare_all_reduces(
     quants: tuple[str, ...],
     sizes: tuple[int, ...] = (5, 8, 0, 1, 3),
 ) -> None:
-    """Compare all forms of a fused all-reduce, for several sizes."""
     device = group.device
     specs: dict[str, Quant | None] = {
         "none": None,
@@ -224,7 +220,6 @@ def run_in_place(
 def compare_all_to_all(
     group: weft.Group, options: dict[str, Any], turns: tuple[tuple[int, ...], ...] = TURNS
 ) -> None:
-    """Compare AllToAll with experts that write into its output, for several sizes."""
     case = Round((5, 3), top_k=3, experts=8, hidden=64)
     with weft.AllToAll(group, **case.sizes(8), **PATIENT) as a2a:
         compare_compiled(group, run_in_place, options, a2a, case, turns)
@@ -234,7 +229,6 @@ def compare_all_to_all(
 def run_two_layers(
     layer: weft.MoE, x: torch.Tensor, logits: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run two layers, the second in place, then the steps of a layer one by one."""
     first = layer(x * 2, logits)
     hidden = first + x
     layer(hidden, logits.flip(1), out=hidden)
@@ -261,7 +255,6 @@ def compare_layers(
     built: dict[str, Any],
     turns: tuple[tuple[int, ...], ...] = TURNS,
 ) -> None:
-    """Compare compiled layers with eager ones, with eager calls in between and afterwards."""
     case = Case(CONFIGS["deepseek"], tokens=(6, 3))
     with case.open(group, max_tokens=8, **built, **PATIENT) as layer:
         x, logits = case.next(tokens=case.tokens[: group.size]).inputs_of(group.rank, group.device)

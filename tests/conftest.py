@@ -56,7 +56,6 @@ def _own_cache(
 
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_are_ready() -> Iterator[None]:
-    """Fork ranks from a server that has imported tests/ready.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "_PRELOAD", [*processes._PRELOAD, "tests.ready"])
         yield

@@ -23,8 +23,6 @@ FOREIGN = 1 << 40  # handles below it are of streams and modules that others mad
 
 
 class Args(ctypes.Structure):
-    """What launched kernels take."""
-
     _fields_ = (("x", ctypes.c_void_p), ("n", ctypes.c_uint32), ("value", ctypes.c_int32))
 
 

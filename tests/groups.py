@@ -34,7 +34,6 @@ class Want:
 
 
 def entries(received: Received, experts: int) -> list[list[tuple[int, int, int]]]:
-    """Return (source, token, k) of each expert's entries, in order."""
     ids, counts = received.ids.tolist(), received.counts.tolist()
     result: list[list[tuple[int, int, int]]] = [[] for _ in range(experts)]
     for source, rows in enumerate(ids):
@@ -79,7 +78,6 @@ def host(received: Received) -> Received:
 
 
 def check_round(a2a: weft.AllToAll, groups: ExpertGroups, received: Received) -> None:
-    """Gather and scatter the inbox, and compare every byte."""
     d, experts, tokens = a2a.group.device, a2a.num_local_experts, a2a.max_tokens
     for rows in groups.buffers.rows:
         rows.view(torch.uint8).fill_(MARK)
@@ -139,7 +137,6 @@ def make(group: weft.Group, **changes: object) -> weft.AllToAll:
 
 
 def empty_round(a2a: weft.AllToAll) -> Received:
-    """Run a round without tokens, so that its inbox can be filled by hand."""
     d, top_k = a2a.group.device, a2a.config.shape.top_k
     sent = a2a.config.inputs
     x = [torch.zeros((0, *p.shape), dtype=p.dtype, device=d) for p in sent]

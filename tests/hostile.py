@@ -25,8 +25,6 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Stranger:
-    """An object of an unrelated class."""
-
     def __repr__(self) -> str:
         return "<stranger>"
 
@@ -45,12 +43,10 @@ class Kind:
         yield from self.values(good)
 
     def optional(self) -> Kind:
-        """Return the same kind with None as a valid value."""
         return Kind(self.values, none=True)
 
 
 def kind_of_values(*values: Any) -> Kind:
-    """Return a kind with these invalid values."""
     return Kind(lambda _: list(values))
 
 
@@ -77,7 +73,6 @@ FREE = Kind(lambda _: [], none=True)  # whatever it is, it is not used or not re
 
 
 def wrong_tensors(good: torch.Tensor) -> list[Any]:
-    """Return invalid values for an argument where a tensor like `good` is expected."""
     flat = good.reshape(-1)
     host = flat.float() if good.dtype == torch.bfloat16 or good.is_floating_point() else flat
     shifted = good.unsqueeze(0)
@@ -131,18 +126,15 @@ class Row:
 
 
 def public_parameters(call: Callable[..., Any]) -> list[str]:
-    """Return the public parameters of a call."""
     parameters = inspect.signature(call).parameters
     return [name for name in parameters if name != "self" and not name.startswith("_")]
 
 
 def assert_complete(row: Row) -> None:
-    """Assert that exactly the public parameters have a kind."""
     assert sorted(row.kinds) == sorted(public_parameters(row.call)), row.call
 
 
 def elements_of(value: Any) -> list[Any]:
-    """Return a value and, recursively, its elements."""
     if isinstance(value, list | tuple):
         return [value, *(leaf for each in value for leaf in elements_of(each))]
     if isinstance(value, Payload):
@@ -153,7 +145,6 @@ def elements_of(value: Any) -> list[Any]:
 
 
 def shows_value(text: str, value: Any) -> bool:
-    """Whether an error's text shows a value or its type."""
     words = []
     for leaf in elements_of(value):
         words.append(type(leaf).__name__)

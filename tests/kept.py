@@ -37,7 +37,6 @@ def decided_by(root: Path, compiler: str) -> str:
 
 
 def _programs(compiler: str) -> list[Path]:
-    """Return a compiler's driver and the programs that it runs."""
     driver = shutil.which(compiler)
     if driver is None:
         return []

@@ -21,8 +21,6 @@ from weft.reference import dequantize
 
 @dataclass(frozen=True)
 class Mode:
-    """Options of a low-latency all-to-all that change its results."""
-
     quantize: str | None = "fp8"
     group_size: int = 128
     scale: str = "fp32_row"
@@ -34,7 +32,6 @@ class Mode:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Constructor options, except for `more`."""
         return {
             "quantize": self.quantize,
             "combine": self.combine,
@@ -61,12 +58,10 @@ class Mode:
 def dequantized_rows(
     x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return rows in the dtype that experts compute in."""
     return (x if scales is None else dequantize(x, scales)).to(dtype)
 
 
 def apply_expert(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Apply expert e, which has a factor of its own, to a row."""
     factor = (1 + (experts % 7) / 8)[..., None]
     return (rows.float() * factor + experts[..., None] / 16).to(rows.dtype)
 
@@ -103,7 +98,6 @@ def store_at_owners(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -
 def expected_out(
     a2a: LowLatencyAllToAll, mode: Mode, case: Round, inputs: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """Return the expected combine result for this rank's inputs."""
     x, ids, weights, add = inputs
     sent = low.compute_delivered_rows(x, mode.quantize, mode.group_size, mode.scale, mode.recipe)
     rows = dequantized_rows(*sent, x.dtype)

@@ -68,7 +68,6 @@ class Mutation:
 
 
 def function_bodies(text: str, function: str) -> Iterator[tuple[int, int]]:
-    """Yield the range of each body of a function, including its braces."""
     code = _NO_CODE.sub(lambda match: " " * len(match[0]), text)
     scope, _, name = function.rpartition("::")
     begin, end = 0, len(code)
@@ -83,7 +82,6 @@ def function_bodies(text: str, function: str) -> Iterator[tuple[int, int]]:
 
 
 def _closing(code: str, opening: int) -> int:
-    """Return the position after the bracket that closes the one at `opening`."""
     depth = 0
     for match in _BRACKETS.finditer(code, opening):
         depth += 1 if match[0] in "({" else -1
@@ -94,7 +92,6 @@ def _closing(code: str, opening: int) -> int:
 
 @functools.cache
 def source_of(file: str) -> str:
-    """Return the text of a file below weft/."""
     return (PACKAGE / file).read_text()
 
 

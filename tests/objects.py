@@ -46,7 +46,6 @@ def generator(group: weft.Group, seed: int = 0) -> torch.Generator:
 
 
 def random_rows(group: weft.Group, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Return float32 random numbers of this rank."""
     source = generator(group, seed)
     drawn = torch.randn(shape, generator=source, dtype=torch.float32, device=CPU)
     return drawn.to(group.device)
@@ -205,7 +204,6 @@ def layer(group: weft.Group, mode: str, overlap: str, *, fp8: bool = False, **mo
 
 
 def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
-    """Yield every public object in every mode, by name."""
     for way in ("pull", "push", "fp8"):
         yield f"AllToAll {way}", partial(rank_major, **combine_options(way))
     yield "AllToAll choices", partial(rank_major, combine="gemm_push", split_phase=True)

@@ -21,8 +21,6 @@ LONG = 600.0  # seconds: a deadline that no test waits for
 
 @dataclass(frozen=True)
 class Kind:
-    """An operator in one of its modes."""
-
     name: str
     options: dict[str, Any]
 
@@ -57,8 +55,6 @@ KINDS = {
 
 @dataclass
 class Operator:
-    """An open operator of one kind."""
-
     kind: Kind
     made: Any
 
@@ -72,7 +68,6 @@ class Operator:
         self.made.__exit__(*error)
 
     def rounds(self, count: int) -> None:
-        """Run rounds."""
         for _ in range(count):
             self.round()
 
@@ -84,11 +79,9 @@ class Operator:
         return result
 
     def enqueue(self, value: float) -> Any:
-        """Enqueue one round without waiting for the GPU."""
         return self.end(self.begin(value))
 
     def begin(self, value: float) -> Any:
-        """Make the first call of a round; `end` makes the last."""
         group = self.made.group
         x = torch.full((TOKENS, HIDDEN), value, dtype=torch.bfloat16, device=group.device)
         if self.kind.name == "allreduce":
@@ -97,7 +90,6 @@ class Operator:
         return self.made.dispatch(x, self._ids(), self.weights)
 
     def end(self, got: Any) -> Any:
-        """Make the last call of a round and return its result."""
         match self.kind.name:
             case "alltoall":
                 return self.made.combine(weft.reference.identity_experts(got, torch.bfloat16))

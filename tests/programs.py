@@ -19,7 +19,6 @@ from weft.jit.host import compile_code
 def compile_program(
     *sources: Path, name: str, options: Sequence[str] = (), mutation: Mutation | None = None
 ) -> Path:
-    """Return the program of these source files, optionally with a fault in weft's headers."""
     text = "".join(source.read_text() for source in sources)
     text = text if mutation is None else inline_headers(text, mutation, set())
     code = compile_code(text, name=name, options=options, cache=Cache())

@@ -149,7 +149,6 @@ def triton_layer(group: weft.Group) -> Made:
 
 
 def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
-    """Yield all of them by name."""
     yield from objects.modes()
     yield "MoeAlltoAll", flashinfer_moe
     yield "allreduce_fusion", flashinfer_reduce

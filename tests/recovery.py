@@ -18,18 +18,14 @@ ROUNDS = 5  # a death is noticed in so many rounds, or never
 
 
 class Survivors:
-    """The living ranks."""
-
     def __init__(self, group: weft.Group) -> None:
         self.group = group
 
     @property
     def ranks(self) -> list[int]:
-        """Numbers of the living ranks."""
         return list(self.group.living)
 
     def barrier(self) -> None:
-        """Return when all living ranks have called it."""
         self.group.barrier(timeout=PATIENCE)
 
     def lose(self, *dead: int, sealed: Iterable[HasHeap] = ()) -> None:
@@ -48,7 +44,6 @@ class Survivors:
 
 
 def plan_death(operator: HasHeap, point: int) -> None:
-    """Let this rank end at a fault point of the next call that passes it."""
     plan_fault(operator, point, DIE)
 
 

@@ -41,16 +41,13 @@ class Round:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def turned(self, seed: int) -> Round:
-        """Return the next round, with the tokens of the ranks rotated."""
         turn = seed % len(self.tokens)
         return self.next(seed=seed, tokens=self.tokens[turn:] + self.tokens[:turn])
 
     def living(self, ranks: Iterable[int]) -> Round:
-        """Return the same round without the tokens of dead ranks."""
         return self.next(tokens=tuple(n if r in ranks else 0 for r, n in enumerate(self.tokens)))
 
     def sizes(self, max_tokens: int) -> dict[str, Any]:
-        """Return the sizes of an exchange of these rows."""
         return {
             "max_tokens": max_tokens,
             "top_k": self.top_k,
@@ -59,7 +56,6 @@ class Round:
         }
 
     def open(self, group: weft.Group, max_tokens: int = 16, **more: Any) -> weft.AllToAll:
-        """Construct an AllToAll for these rounds."""
         payloads = [weft.Payload((self.hidden,), self.dtype)]
         payloads += [weft.Payload((size,), torch.uint8) for size in self.extra]
         kwargs: dict[str, Any] = {"dtype": self.dtype, "payloads": payloads, **self.options, **more}
@@ -84,7 +80,6 @@ class Round:
         return x.to(self.dtype), ids, weights, add
 
     def rows_of(self, rank: int, device: torch.device) -> list[torch.Tensor]:
-        """Return the additional payloads of one rank."""
         generator = torch.Generator().manual_seed(self.seed * 64 + rank)
         sizes = [(self.tokens[rank], size) for size in self.extra]
         rows = [torch.randint(0, 256, s, generator=generator, dtype=torch.uint8) for s in sizes]
@@ -246,7 +241,6 @@ def drop_dead_ids(ids: torch.Tensor, owners: Iterable[int], living: Iterable[int
 
 
 def expert_answers(received: weft.Received, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return the rows of experts that copy their token; NaN in unused slots."""
     if kind is not None:
         numbers, scales = received.payloads[:2]
         scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
@@ -262,7 +256,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; calls of CPU ranks are synchronous."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -274,7 +267,6 @@ def drop_refusals(operator: Any) -> None:
 
 
 def combine_options(way: str) -> dict[str, Any]:
-    """Return the options of an AllToAll with this `way` of combining."""
     if way == "fp8":
         return {"combine_dtype": "fp8"}
     return {"combine": "gemm_push" if way == "choices" else way}

@@ -21,7 +21,6 @@ def make(group: weft.Group, case: Round, **options: object) -> weft.AllToAll:
 
 
 def results(groups: ExpertGroups, grouped: Grouped, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return experts' results, with NaN in rows without a token."""
     d = grouped.x.device
     generator = torch.Generator().manual_seed(seed)
     y = torch.randn(groups.y_shape, generator=generator).to(d, dtype)
@@ -29,7 +28,6 @@ def results(groups: ExpertGroups, grouped: Grouped, seed: int, dtype: torch.dtyp
 
 
 def poison(a2a: weft.AllToAll) -> None:
-    """Fill all memory for returned rows with NaN."""
     shape, heap = a2a.config.shape, a2a.heap
     size = shape.returned_rows * shape.returned_bytes
     synchronize(a2a.group.device)
@@ -43,7 +41,6 @@ def poison(a2a: weft.AllToAll) -> None:
 def round_trip(
     a2a: weft.AllToAll, groups: ExpertGroups, case: Round, give_back: Return
 ) -> torch.Tensor:
-    """Run one round; `give_back` returns the experts' results."""
     x, ids, weights, add = case.inputs_of(a2a.rank, a2a.group.device)
     if a2a.config.shape.combine != "pull":
         poison(a2a)
@@ -54,7 +51,6 @@ def round_trip(
 
 
 def return_by_scatter(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
-    """Return results with two kernels, scatter and combine."""
     groups.scatter(y)
     a2a.combine_send()
 
@@ -71,5 +67,4 @@ def return_by_store(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -
 
 
 def return_by_send(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
-    """Return results with one kernel, `send`."""
     groups.send(y)

@@ -120,7 +120,6 @@ class Step:
         self.wrong += (self.out != total.bfloat16()).sum()
 
     def check(self) -> None:
-        """Raise errors of the device, and AssertionError for wrong words. Waits for the device."""
         rounds.synchronize(self.device)
         self.op.made.check()
         assert int(self.wrong) == 0, f"{int(self.wrong)} wrong words"

@@ -54,7 +54,6 @@ class Subject:
             operator.__exit__(*error)
 
     def rounds(self, count: int, living: Sequence[int], *, checks: bool = True) -> None:
-        """Play `count` rounds. `checks`: raise errors about the input after each."""
         for seed in range(count):
             self.play(seed, living)
             if checks:
@@ -168,8 +167,6 @@ class Sums:
 
 @dataclass(frozen=True)
 class Sends:
-    """ExpertGroups that send results, compared with others that scatter them."""
-
     way: str
 
     def open(self, group: weft.Group, **more: Any) -> Subject:

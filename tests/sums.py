@@ -36,11 +36,9 @@ class Sum:
 
     @property
     def epilogue_at(self) -> str:
-        """ "receiver" if each rank has its own residual and weight."""
         return "receiver" if self.differ else "owner"
 
     def config(self, ranks: int, max_tokens: int) -> ReduceConfig:
-        """Return the config of the kernels."""
         return ReduceConfig.from_args(
             ranks=ranks,
             max_tokens=max_tokens,
@@ -94,7 +92,6 @@ def quant_specs(device: torch.device, hidden: int, rank: int = 0) -> Iterator[Qu
 
 
 def assert_same_outputs(got: Reduced, want: Reduced) -> None:
-    """Assert that all present outputs are equal byte for byte."""
     for field in fields(Reduced):
         a, b = getattr(got, field.name), getattr(want, field.name)
         if a is not None:

@@ -94,7 +94,6 @@ LAUNCHED = {"num_sms": SMS, "programmatic_launch": FLAG}
 
 
 def inputs(group: weft.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x, ids and weights of a rank."""
     generator = torch.Generator().manual_seed(group.rank)
     x = torch.randn((TOKENS, HIDDEN), generator=generator).to(BF16)
     ids = torch.tensor([[0, 3], [2, -1], [1, 2]], dtype=torch.int32)

@@ -131,7 +131,6 @@ class Plan:
         return cls(seed, draw.choice(list(WAYS)), replaces, deaths, tuple(newcomers))
 
     def stops(self, place: str = "") -> bool:
-        """Whether the plan stops a process at this point, or at any."""
         every = (*self.deaths.values(), *filter(None, self.newcomers))
         return any(death.how == "stop" and place in ("", death.place) for death in every)
 
@@ -160,8 +159,6 @@ def drawn_death(draw: random.Random, place: str) -> Death:
 
 @dataclass
 class Rank:
-    """State of one rank: its operators and its position in the run."""
-
     group: weft.Group
     plan: Plan
     folder: Path
@@ -291,7 +288,6 @@ class Rank:
 
 
 def ask(folder: Path, what: str, address: str, ranks: list[int] | None = None) -> None:
-    """Ask the driver process to start or to end new processes."""
     path = folder / f"{time.monotonic_ns()}.{os.getpid()}"
     path.write_text(json.dumps([what, address, ranks]))
     path.rename(path.with_suffix(".ask"))
@@ -407,7 +403,6 @@ def stacks(folder: Path, name: str) -> Iterator[None]:
 
 
 def outcome(this: Rank, before: tuple[int, int, int]) -> dict[str, Any]:
-    """Return what is left after the operators of a rank are closed."""
     after = resource_counts()
     kept = {"mapped": after[1] - before[1], "files": after[0] - before[0]}
     return {"living": this.group.living, "recoveries": this.recoveries, **kept}
@@ -424,7 +419,6 @@ def rank_body(group: weft.Group, seed: int, folder: str) -> dict[str, Any]:
 
 
 def work(plan: Plan, folder: Path) -> None:
-    """Kill ranks during rounds, recoveries and replacements, and kill new processes as well."""
     with Newcomers(plan, folder) as new:
         messages = launch(
             rank_body, plan.seed, str(folder), ranks=RANKS, timeout=LIMIT, tolerate_deaths=True

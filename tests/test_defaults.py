@@ -28,15 +28,12 @@ DTYPES = [torch.float64, torch.bfloat16]
 
 @dataclass
 class Alone:
-    """The attributes of a group that drawing a rank's tokens needs."""
-
     rank: int
     device: torch.device = CPU
 
 
 @contextmanager
 def defaults(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """Change torch's defaults inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -92,7 +89,6 @@ def differ(got: Results, want: Results) -> list[int]:
 
 
 def differing(group: weft.Group, names: list[str], device: str) -> dict[str, list[list[int]]]:
-    """Return the results that differ under other defaults, and in and around inference mode."""
     result: dict[str, list[list[int]]] = {}
     for name in names:
         plain = MODES[name](group)

@@ -41,7 +41,6 @@ class _Module:
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Simulate two connected H200s."""
     properties = SimpleNamespace(major=9, minor=0, name="NVIDIA H200", total_memory=140 << 30)
     for name, value in (
         ("is_available", lambda: True),

@@ -6,100 +6,153 @@ Every result is compared with `weft.reference`, bit by bit, also after a rank ha
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import weft
-from tests import lowlatency_rounds, sums
+from tests import sums
 from tests.baseline import die
+from tests.emulator.emulate import build_library, emulated_tree
 from tests.lowlatency_rounds import Mode
 from tests.ranks import on_ranks
-from tests.rounds import Round, combine_options, play
+from tests.rounds import Round, drop_refusals
+from tests.subjects import ByExpert, ByRank, Subject, Sums
 from weft.errors import BadExpertId, PeerDied
 
 RANKS, VICTIM = 72, 70  # in the last word of a set, and above the bits of the host's first word
-WAYS = ("pull", "push", "fp8")
-MODES = (Mode(), Mode(reduce="sender", combine_dtype="fp8"))
+LIVING = (1, 34, 70)  # one in each word
+WIDE = ("WEFT_WIDE=1",)
+PATIENT: dict[str, Any] = {"timeout": 300.0, "first_timeout": 300.0}
 
 
-def case_of(ranks: int) -> Round:
-    """Return a round with up to 8 tokens per rank and experts that do not divide by the ranks."""
-    return Round(
-        tokens=tuple((5 * rank + 3) % 9 for rank in range(ranks)),
-        top_k=6,
-        experts=ranks + 11,
-        hidden=128,
-        add=True,
-    )
+def kinds_of(ranks: int) -> dict[str, Any]:
+    """Return operators whose experts do not divide by the ranks."""
+    tokens = tuple((5 * rank + 3) % 9 for rank in range(ranks))
+    case = Round(tokens=tokens, top_k=6, experts=ranks + 11, hidden=256, add=True)
+    modes = {
+        "low latency": Mode(),
+        "sender": Mode(reduce="sender", combine_dtype="fp8"),
+        "gemm_push": Mode(combine="gemm_push"),
+    }
+    ways = {way: ByRank(way, case) for way in ("pull", "push", "fp8")}
+    return {
+        **ways,
+        **{name: ByExpert(mode, case) for name, mode in modes.items()},
+        "sum": Sums(ranks=ranks),
+    }
 
 
-class Domain:
-    """One operator of each kind, and a round of all of them among the living."""
-
-    def __init__(self, group: weft.Group, stack: ExitStack, ways=WAYS, modes=MODES) -> None:
-        self.group, self.case, self.modes = group, case_of(group.size), modes
-        sizes = self.case.sizes(8)
-        self.exchanges = [
-            stack.enter_context(weft.AllToAll(group, **sizes, **combine_options(way)))
-            for way in ways
-        ]
-        self.low = [stack.enter_context(mode.make(group, self.case, 8)) for mode in modes]
-        self.sum = stack.enter_context(
-            weft.AllReduce(group, max_tokens=8, hidden=128, missing="drop")
-        )
-
-    def play(self, seed: int, living: list[int]) -> None:
-        """Run one round of every operator."""
-        case = self.case.next(seed=seed)
-        for a2a in self.exchanges:
-            play(a2a, case, poison=False, living=living)
-        for mode, low in zip(self.modes, self.low, strict=True):
-            lowlatency_rounds.play(low, mode, case, living=living, checks=False)
-        sums.play(self.sum, sums.Sum(tokens=5, hidden=128, seed=seed), "auto", None, living)
+def opened(group: weft.Group, stack: ExitStack, *names: str) -> list[Subject]:
+    kinds = kinds_of(group.size)
+    return [stack.enter_context(kinds[name].open(group)) for name in names]
 
 
 @on_ranks(33, "threads")
 def test_more_than_one_word_of_ranks(group: weft.Group) -> None:
-    case, living = case_of(33), list(range(33))
-    with weft.AllToAll(group, **case.sizes(8)) as a2a:
-        play(a2a, case, poison=False)
-    with MODES[0].make(group, case, 8) as low:
-        lowlatency_rounds.play(low, MODES[0], case, living=living, checks=False)
-    with weft.AllReduce(group, max_tokens=8, hidden=128) as reduce:
-        sums.play(reduce, sums.Sum(tokens=5, hidden=128), "auto", None, living)
+    with ExitStack() as stack:
+        for subject in opened(group, stack, "pull", "low latency", "sum"):
+            subject.play(0, range(33))
 
 
 @pytest.mark.slow
 @on_ranks(40, "threads")
 def test_every_way_with_more_than_one_word_of_ranks(group: weft.Group) -> None:
     with ExitStack() as stack:
-        domain = Domain(group, stack)
-        for seed in range(2):
-            domain.play(seed, list(range(group.size)))
-        two_shots = stack.enter_context(
-            weft.AllReduce(group, max_tokens=2 * group.size, hidden=128)
-        )
-        sums.play(two_shots, sums.Sum(tokens=group.size + 3, hidden=128), "twoshot")
+        for subject in opened(group, stack, "pull", "push", "fp8", "low latency", "sender", "sum"):
+            subject.rounds(2, range(group.size))
+        two_shots = weft.AllReduce(group, max_tokens=2 * group.size, hidden=128)
+        sums.play(stack.enter_context(two_shots), sums.Sum(group.size + 3, 128), "twoshot")
 
 
 @pytest.mark.slow
 @on_ranks(RANKS, "cpu", dies=[VICTIM])
 def test_72_ranks_and_a_death_among_them(group: weft.Group) -> None:
-    """All others name the dead rank, agree on it, and continue."""
     with ExitStack() as stack:
-        domain = Domain(group, stack, ways=("push",), modes=MODES[1:])
-        whole = list(range(RANKS))
-        domain.play(0, whole)
+        subjects = opened(group, stack, "push", "sender", "sum")
+        for subject in subjects:
+            subject.play(0, range(RANKS))
         group.barrier()
         if group.rank == VICTIM:
             die()
         with pytest.raises(PeerDied, match=rf"rank {VICTIM} died"):
-            domain.play(0, whole)
+            subjects[0].play(0, range(RANKS))
         recovery = group.recover(timeout=600.0)
         assert recovery.dead == (VICTIM,)
         assert len(recovery.living) == RANKS - 1
-        domain.play(1, list(recovery.living))
-        for exchange in (*domain.exchanges, *domain.low):
+        for subject in subjects:
+            subject.play(1, recovery.living)
             with suppress(BadExpertId):  # of ids that went to the dead rank's experts
-                exchange.check()
+                subject.made.check()
+
+
+def run_emulated(
+    group: weft.Group, name: str, library: str, everyone: threading.Barrier, few: threading.Barrier
+) -> None:
+    kind = kinds_of(RANKS)[name]
+    with kind.open(group, **PATIENT) as subject:
+        everyone.wait()
+        if group.rank in LIVING:
+            group._roster.remove(set(range(RANKS)) - set(LIVING))  # threads cannot recover
+            subject.made.quiesce()
+            few.wait()
+            subject.made.restart(group.living_mask)
+            few.wait()
+            kind.emulate(subject, Path(library))
+            subject.rounds(2, LIVING, checks=False)
+        drop_refusals(subject.made)
+        everyone.wait()
+
+
+# One at a time: 72 threads map 72 shares of each operator, and a process has 65,530 mappings.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["push", "fp8", "low latency", "sender", "gemm_push", "sum"])
+def test_three_emulated_ranks_in_three_words(name: str) -> None:
+    library = str(kinds_of(RANKS)[name].compile(defines=WIDE))
+    barriers = threading.Barrier(RANKS), threading.Barrier(len(LIVING))
+    weft.launch(run_emulated, name, library, *barriers, ranks=RANKS, device="threads")
+
+
+RECEIVED = """
+#include <weft/grouping/rows.cuh>
+constexpr weft::Shape S = {.ranks = 72, .tokens = 5, .top_k = 2, .experts = 72, .hidden = 8,
+                           .dtype = weft::DType::bf16, .planes = 1, .row_bytes = {16}};
+static weft::Inbox<S> inbox;
+extern "C" __attribute__((visibility("default")))
+unsigned slots(const int* counts, unsigned* found) {
+    for (unsigned i = 0; i < S.ranks; ++i) inbox.counts[i] = counts[i];
+    unsigned total = 0;
+    emulated::Grid grid{1, 1, 32};
+    emulated::launch(grid, [&] {
+        const auto tokens = weft::ReceivedTokens<S>::of(inbox, threadIdx.x);
+        const unsigned all = tokens.total();
+        for (unsigned i = 0; i < all; ++i) {
+            const weft::TokenSlot at = tokens.slot(i);
+            if (threadIdx.x == i % 32) found[i] = at.source * S.tokens + at.token;
+        }
+        if (threadIdx.x == 0) total = all;
+    });
+    return total;
+}
+"""
+
+
+@pytest.mark.slow
+def test_received_tokens_of_more_sources_than_lanes() -> None:
+    library = ctypes.CDLL(str(build_library(emulated_tree(), RECEIVED, defines=WIDE)))
+    for seed in range(4):
+        counts = torch.randint(
+            0, 6, (RANKS,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed)
+        )
+        counts[seed * 20 : seed * 20 + 12] = 0
+        result = torch.full((RANKS * 5,), -1, dtype=torch.int32)
+        pointers = (ctypes.c_void_p(each.data_ptr()) for each in (counts, result))
+        total = library.slots(*pointers)
+        slots = [s * 5 + t for s, count in enumerate(counts.tolist()) for t in range(count)]
+        assert total == len(slots)
+        assert result[:total].tolist() == slots

@@ -97,7 +97,6 @@ class Step:
 
 
 def attempt(call: Callable[..., Any], arguments: Arguments, changed: Arguments) -> Any:
-    """Return the result of a call, or its UsageError; any other error fails the test."""
     try:
         return call(**{**arguments, **changed})
     except UsageError as error:
@@ -160,8 +159,12 @@ def steps_of(group: weft.Group, name: str, op: Any) -> list[Step]:
 
     if isinstance(op, weft.AllToAll):
         sent = {"x": x, **routed, **rows}
-        back = random_rows(group, op.ep_size, MOST, HIDDEN, seed=4).bfloat16()
-        return [Step(op.dispatch, lambda _: sent), Step(op.combine, lambda _: {"y": back, **outs})]
+
+        def back(results: list[Any]) -> dict[str, Any]:
+            y = random_rows(group, *results[0].x.shape, seed=4).bfloat16()
+            return {"y": y, **rows_of(int(results[0].counts[group.rank]))}
+
+        return [Step(op.dispatch, lambda _: sent), Step(op.combine, back)]
     if isinstance(op, weft.LowLatencyAllToAll):
         return [Step(op.dispatch, lambda _: {"x": x, **routed}), Step(op.combine, returned)]
     if isinstance(op, weft.AllReduce):
@@ -198,8 +201,8 @@ def steps_of(group: weft.Group, name: str, op: Any) -> list[Step]:
     def payload(results: list[Any]) -> dict[str, Any]:
         limit = results[0][0].shape[1]
         rows = random_rows(group, 2, limit, HIDDEN, seed=4).bfloat16()
-        output = torch.zeros(len(results[0][0]) and 5, HIDDEN).bfloat16()
-        return {"payload": rows, "runtime_max_tokens_per_rank": limit, "output": output}
+        sizes = {"runtime_max_tokens_per_rank": limit}
+        return {"payload": rows, **sizes, "output": torch.zeros_like(x)}
 
     return [Step(op.dispatch, lambda _: sent), Step(op.combine, payload, fixed=("payload",))]
 
@@ -269,7 +272,6 @@ def aliased(chance: random.Random, steps: list[Step]) -> bool | None:
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
-    """Return the tensors of a call's result."""
     if is_dataclass(result):
         result = [getattr(result, each.name) for each in fields(result)]
     return [each for each in (result if isinstance(result, list | tuple) else [result])
@@ -300,7 +302,6 @@ SIZES = {"max_tokens": MOST, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": H
 
 
 def constructors(group: weft.Group) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
-    """Return the constructors of collective objects with valid arguments."""
     map_of_experts = {"expert_map": [0] * (EXPERTS // 2) + [1] * (EXPERTS // 2)}
     yield weft.AllToAll, {"group": group, **SIZES, **map_of_experts, "quantize": None}
     yield weft.LowLatencyAllToAll, {"group": group, **SIZES, **map_of_experts, "slots": 2}
@@ -313,7 +314,6 @@ def constructors(group: weft.Group) -> Iterator[tuple[Callable[..., Any], dict[s
 
 
 def constructed(group: weft.Group, seed: int, count: int) -> int:
-    """Construct objects from any arguments, and close those that were constructed."""
     chance, drawn = random.Random(seed), 0
     for make, good in constructors(group):
 
@@ -333,7 +333,6 @@ def constructed(group: weft.Group, seed: int, count: int) -> int:
 
 
 def functions(seed: int, count: int) -> int:
-    """Return public functions of a rank's own values."""
     chance, drawn = random.Random(seed), 0
     rows = [row for make in moe_arguments.TABLES.values() for row in make()]
     for row in rows:

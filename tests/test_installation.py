@@ -26,7 +26,6 @@ FRAMEWORK = "An agent framework"
 
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder on the import path for foreign packages."""
     monkeypatch.syspath_prepend(str(tmp_path))
     assert distribution.find_foreign_installs() == []
     return tmp_path
@@ -165,7 +164,6 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Build the wheel from the source distribution."""
     for module in ("hatchling", "hatch_fancy_pypi_readme"):
         pytest.importorskip(module, reason="pip install -e '.[dev]'")
     folder = tmp_path_factory.mktemp("dist")

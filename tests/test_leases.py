@@ -81,7 +81,6 @@ def test_a_dropped_lease_holds_nothing(group: weft.Group) -> None:
 
 @on_ranks(2, "cpu", "cuda")
 def test_layers_share_a_workspace(group: weft.Group) -> None:
-    """Each layer has its own weights and placement."""
     case = Case(replace(CONFIGS["deepseek"], dtype=torch.float32), tokens=(4, 2))
     placements = [balance(loads, 2, 2) for loads in ([1.0] * 8, [9.0, 1, 1, 1, 1, 1, 1, 8])]
 
@@ -165,7 +164,6 @@ def test_global_ids(group: weft.Group) -> None:
 
 @on_ranks(2, "cpu", "cuda")
 def test_a_broken_workspace_is_released(group: weft.Group) -> None:
-    """A workspace whose round broke is freed like any other, and the next lease makes a new one."""
     own = [weft.lease(group, weft.AllToAll, **SIZES) for _ in range(2)]
     a2a, memory = own[0].operator, weakref.ref(own[0].operator.heap._owner)
     x = torch.ones(1, 64, dtype=torch.bfloat16, device=group.device)

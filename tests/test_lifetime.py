@@ -52,7 +52,6 @@ def reached(what: Any) -> int:
 
 
 def close_and_drop(group: weft.Group, name: str) -> None:
-    """Close one object, and drop another one unclosed."""
     gc.enable()
     MODES[name](group).give_back()  # whatever is made once in a process is made now
     gc.collect()

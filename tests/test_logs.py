@@ -16,7 +16,6 @@ from weft.launcher.processes import start_fork_server
 
 
 def compile_or_read(group: weft.Group) -> tuple[str, int]:
-    """Make an object that needs a compiled kernel; return the messages and the level."""
     texts: list[str] = []
     handler: Any = logging.Handler()
     logger = logging.getLogger("weft")

@@ -94,7 +94,6 @@ def _ours(base: type) -> bool:
 
 
 def passed_on() -> set[str]:
-    """Return the calls that rows of the tables hold without naming them."""
     result = set()
     for table in TABLES:
         tree = ast.parse((Path(__file__).parent / table).read_text())
@@ -161,8 +160,6 @@ def test_every_misspelt_keyword_gets_a_suggestion(kind: str, call: Any) -> None:
 
 
 def test_a_type_error_from_within_is_not_touched() -> None:
-    """Only errors about the arguments of the call itself are explained."""
-
     def broken(local: Any) -> Any:
         raise TypeError("of a caller's function")
 

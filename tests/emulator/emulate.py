@@ -63,7 +63,6 @@ def _headers() -> Tree:
 
 
 def replace_bodies(tree: Tree, file: str, bodies: dict[str, str]) -> None:
-    """Replace the bodies of functions of a header, given their heads."""
     for head, body in bodies.items():
         tree[file] = _replaced(tree[file], head, body)
 
@@ -79,7 +78,6 @@ def _replaced(text: str, head: str, body: str) -> str:
 
 
 def compile_emulated(reduction: ReduceConfig, *, defines: Sequence[str] = ()) -> Path:
-    """Return the shared library of all kernels of a ReduceConfig."""
     entries = "".join(
         entry(f"{name}{end}", "ReduceArgs", kernel.call.format(moe=moe), ranks="R.ranks")
         for name, kernel in KERNELS.items()
@@ -142,7 +140,6 @@ def _numbers() -> Path:
 
 
 def _emulator() -> Path:
-    """Return the emulator as one header, compiled once for all builds."""
     text = "".join(part.read_text() for part in EMULATOR)
     header = kept_file(_key(), "emulator.hpp", lambda output: output.write_text(text))
 
@@ -167,7 +164,6 @@ class Emulated:
         self._ctas, self._threads = ctas, threads
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
-        """Run one operation to its end."""
         self.launch(name, args, self._ctas, self._threads)
 
     def launch(
@@ -180,7 +176,6 @@ class Emulated:
         chunks: int = 1,
         cluster: int = 1,
     ) -> None:
-        """Run one kernel to its end, on ctas x chunks CTAs."""
         grid = (ctypes.c_uint32 * 4)(ctas, chunks, threads, cluster)
         getattr(self.library, name)(ctypes.byref(args), grid)
 
@@ -200,7 +195,6 @@ class EmulatedEntries(Emulated):
         self.forms: dict[str, str] = {}
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
-        """Run one all-reduce to its end."""
         backend = name.removesuffix(MOE)
         kernel = self.forms.get(backend, backend) + name.removeprefix(backend)
         p = self.plans[backend, tokens]

@@ -63,7 +63,6 @@ def translated(text: str) -> str:
 
 
 def _statements(text: str) -> Iterator[tuple[int, int, str]]:
-    """Yield the range of each statement and its replacement."""
     for match in _ASM.finditer(text):
         fields, end = _fields(text, match.end())
         semicolon = text.index(";", end)
@@ -142,7 +141,6 @@ def _fields(text: str, at: int) -> tuple[list[str], int]:
 
 
 def _split(text: str, at: str) -> list[str]:
-    """Split at a character outside of strings and brackets."""
     parts, depth = [""], 0
     for match in re.finditer(r'"(?:[^"\\]|\\.)*"|.', text, re.DOTALL):
         piece = match[0]

@@ -78,7 +78,6 @@ class EmulatedAllToAll(Emulated):
         self.watch: Watch | None = None
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
-        """Run one operation to its end."""
         combine, phase = self._shape.combine, name.partition("_")[0]
         if not name.endswith("receive"):
             self._turn[phase] = next(self._turns[phase])
@@ -105,7 +104,6 @@ class EmulatedAllToAll(Emulated):
 
 
 def places(shape: Shape) -> dict[str, range]:
-    """Return the parts of a share by name."""
     layout, flags = Offsets.from_shape(shape), 8 * shape.ranks
     ready = HEADER_BYTES + -(-flags // 128) * 128
     result = {
@@ -126,7 +124,6 @@ def places(shape: Shape) -> dict[str, range]:
 
 
 def compile_low(shape: LowLatencyShape, *, defines: Sequence[str] = ()) -> Path:
-    """Return the shared library of all kernels of a LowLatencyShape."""
     entries = "".join(
         entry(name, struct.__name__, call)
         for name, (struct, call) in split_entries(lowlatency.PHASES, split_phase=True).items()
@@ -148,7 +145,6 @@ class EmulatedLow(Emulated):
         self.plans: dict[str, lowlatency.LowLatencyPlan] = {}  # the latest of each entry
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
-        """Run one operation to its end."""
         threads = lowlatency.FEW_THREADS
         plan = lowlatency.plan_launch(self._shape, name, tokens, threads, SMS, RESIDENT)
         args.senders = plan.senders
@@ -157,7 +153,6 @@ class EmulatedLow(Emulated):
 
 
 def compile_groups(shape: Shape, grouping: GroupConfig) -> Path:
-    """Return the shared library of all kernels of a grouping."""
     names = ("group", "gather", *result_entries(shape, shape.combine != "pull"))
     return build_library(
         emulated_tree(),
@@ -169,8 +164,6 @@ def compile_groups(shape: Shape, grouping: GroupConfig) -> Path:
 
 
 class EmulatedGroups(Emulated):
-    """Entries of a grouping, with one small CTA and several larger ones in turn."""
-
     def __init__(self, library: Path, shape: Shape, grouping: GroupConfig) -> None:
         super().__init__(library)
         entries = (shape.ranks, shape.tokens, shape.top_k)
@@ -179,7 +172,6 @@ class EmulatedGroups(Emulated):
         self._before = torch.zeros((self._tiles, grouping.groups), dtype=torch.int32)
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
-        """Run one operation: both kernels of a gather."""
         ctas, threads = ((1, 32), (3, 96))[next(self._turns) // 2 % 2]
         if name == "gather":
             args.within, args.before = self._within.data_ptr(), self._before.data_ptr()
@@ -188,8 +180,6 @@ class EmulatedGroups(Emulated):
 
 
 def run_emulated(patch: pytest.MonkeyPatch) -> None:
-    """Let all-to-alls and groups of this process run emulated kernels."""
-
     def all_to_all(
         device: torch.device, rank: int, config: AllToAllConfig, build: Build
     ) -> Kernels:

@@ -88,7 +88,6 @@ extern "C" __attribute__((visibility("default"))) void message_{i}(const weft::S
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    """Return a library with one function for each case."""
     entries = []
     for i, changes in enumerate(CASES.values()):
         parts = {**RIGHT, **changes}

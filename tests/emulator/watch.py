@@ -57,7 +57,6 @@ class Watch:
         self._library.watch(1)
 
     def end(self) -> None:
-        """Stop recording."""
         self._library.watch(0)
 
     def host(self, rank: int, share: int, offset: int, size: int, *, writes: bool = False) -> None:
@@ -107,7 +106,6 @@ def watching(
 
 
 def ways(events: Iterable[Event], places: dict[str, range]) -> dict[str, set[str]]:
-    """Return the kinds of accesses of each accessed part of a share, by name."""
     result: dict[str, set[str]] = {}
     for event in events:
         for name, place in places.items():

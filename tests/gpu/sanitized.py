@@ -27,12 +27,10 @@ PATIENT: dict[str, Any] = {"timeout": 200.0, "first_timeout": 200.0}
 
 
 def say(*words: object) -> None:
-    """Write to the log of a rank, which shows where a rank hangs."""
     print(f"{time.monotonic() - BEGAN:6.1f} s", *words, flush=True)
 
 
 def arrived(a2a: weft.AllToAll, received: weft.Received) -> weft.Received:
-    """Return received tensors on the CPU."""
     shape, heap = a2a.config.shape, a2a.heap
     layout, slots = Offsets.from_shape(shape), shape.ranks * shape.tokens
     words = layout.route_bytes // 4
@@ -48,7 +46,6 @@ def arrived(a2a: weft.AllToAll, received: weft.Received) -> weft.Received:
 
 
 def rounds(group: weft.Group) -> None:
-    """Run rounds of the rank-major all-to-all, also with an invalid id."""
     few: dict[str, Any] = {"num_sms": 1} if group.device.type == "cuda" else {}
     cases: tuple[tuple[Round, dict[str, Any]], ...] = (
         (Round(tokens=(16, 9), hidden=7168, top_k=8, experts=256), {}),
@@ -83,7 +80,6 @@ def rounds(group: weft.Group) -> None:
 
 
 def sums(group: weft.Group) -> None:
-    """Run every backend, with the epilogue at either end."""
     made = [torch.randn(17, 1032, generator=torch.Generator().manual_seed(r)) for r in range(3)]
     *parts, residual = (t.bfloat16() for t in made)
     weight = torch.linspace(0.5, 2, 1032)
@@ -104,7 +100,6 @@ def sums(group: weft.Group) -> None:
 
 
 def by_expert(group: weft.Group) -> None:
-    """Run rounds of the low-latency all-to-all."""
     case = Round(tokens=(16, 9), hidden=1024, top_k=4, experts=16)
     x, ids, weights, _ = (t.to(group.device) for t in case.inputs_of(group.rank, CPU))
     receiver = {"reduce": "receiver"}
@@ -147,7 +142,6 @@ def rows_return(group: weft.Group) -> None:
 
 
 def send(a2a: weft.AllToAll, groups: ExpertGroups, grouped: Grouped, how: str) -> None:
-    """Answer every row with random numbers by its slot, and return them."""
     slots = 16 * a2a.group.size
     answers = torch.randn((slots, CASE.hidden), generator=torch.Generator().manual_seed(a2a.rank))
     y = answers.bfloat16()[grouped.slot.cpu().long().clamp_min(0)].to(a2a.group.device)
@@ -162,7 +156,6 @@ PROGRAMS = {"exchanges": (rounds, sums, by_expert), "groups": (rows_return,)}
 
 
 def main(program: str) -> None:
-    """Run one rank, configured by torchrun's variables."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     say("imported")

@@ -82,7 +82,6 @@ def run(where: str, step: Callable[[], None]) -> None:
 
 
 def release(how: str, box: list[Made]) -> None:
-    """Close the object in the box, or leave it to its reference count or the collector."""
     if how == "close":
         box[0].give_back()
     elif how == "abort":
@@ -101,7 +100,6 @@ def release(how: str, box: list[Made]) -> None:
 
 
 def ways_of(name: str) -> tuple[str, ...]:
-    """Return the ways in which such an object may be released."""
     dropped = ("close", "drop", "cycle")
     return (
         ("abort", *dropped)
@@ -246,7 +244,6 @@ def test_memory_is_not_freed_under_a_running_kernel(
 
 
 def unload_under_a_kernel(group: weft.Group) -> tuple[bool, bool]:
-    """Close an object whose last call waits in a stream that is not current."""
     made = MODES["AllToAll push"](group)
     made.call()
     stream, end = torch.cuda.Stream(), torch.cuda.Event()

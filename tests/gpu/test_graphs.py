@@ -48,7 +48,6 @@ def count(kind: str) -> int:
 def steps_of(
     group: weft.Group, name: str, sizes: tuple[int, ...], more: dict[str, Any]
 ) -> list[Step]:
-    """Return a step of each size, and of each backend that supports it, on one operator."""
     kind = STEPPED[name]
     op = kind.open(group, max_tokens=max(sizes) + 31, timeout=30.0, **OPTIONS[kind.name] | more)
     backends = op.made.backends if kind.name == "allreduce" else ("auto",)
@@ -89,7 +88,6 @@ def test_graphs_and_eager_calls_share_memory(ranks, kind, run):
 
 
 def straggle(group: weft.Group, name: str) -> None:
-    """Delay each rank in turn on its device, by up to half a millisecond."""
     steps = steps_of(group, name, (1, 8, 32), {})
     cuda = group.device.type == "cuda"
     with steps[0].op:

@@ -58,7 +58,6 @@ def test_hosts_match_the_reference(ranks):
 
 
 def replayed(group: weft.Group) -> None:
-    """A captured round gives the bits of an eager one, with other tokens in the same memory."""
     case = Round(tokens=(8,) * group.size, hidden=256)
     with made(group, case) as a2a:
         x, ids, weights, _ = case.inputs_of(group.rank, group.device)

@@ -16,7 +16,6 @@ LATE_US = (600, 1200)  # about as long as a GPU's threads took to read their hos
 
 
 def milliseconds(group, tokens):
-    """Return medians of CALLS all-reduces, of which rank 0 begins the first one LATE_US late."""
     x = torch.randn(tokens, 7168, device=group.device).bfloat16()
     result = []
     with weft.AllReduce(group, max_tokens=tokens, hidden=7168, timeout=20.0) as allreduce:

@@ -74,7 +74,6 @@ def test_a_driver_that_serialises_is_no_deadlock(ranks, monkeypatch, name):
 
 @triton.jit
 def occupy(duration_ns):
-    """Occupy part of an SM for some time."""
     end = globaltimer() + duration_ns
     now = globaltimer()
     while now < end:
@@ -89,7 +88,6 @@ def fill(stream: torch.cuda.Stream, sms: int, done: int) -> None:
 
 
 def crowded(group: weft.Group) -> list[dict[str, int]]:
-    """Run rounds beside a filler."""
     sms = torch.cuda.get_device_properties(group.device).multi_processor_count
     reported = []
     for priority in (0, -5):  # as the layer's own streams, and before them

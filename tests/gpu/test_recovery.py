@@ -31,13 +31,11 @@ SIZES = {"hidden": 512, "timeout": 60.0, "first_timeout": 60.0}
 
 
 def runs(*rehearsed: str) -> list[Any]:
-    """Return (device, name): all on GPUs, and some on CPU ranks."""
     gpu = [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in KINDS]
     return [*(("cpu", name) for name in rehearsed), *gpu]
 
 
 def opened(group: weft.Group, name: str, **more: Any) -> Step:
-    """Return a step of an operator that continues without dead ranks."""
     kind, sizes = STEPPED[name], {"max_tokens": 24, **SIZES, **more}
     if kind.name != "allreduce":
         sizes |= {"top_k": 4, "num_experts": 16}
@@ -76,7 +74,6 @@ def replay_until(deadline: float, step: Step, replay: Callable[[], None]) -> Non
 
 
 def hold(step: Step, replay: Callable[[], None], turn: int) -> None:
-    """Replay rounds of the living ranks, all of which must be correct."""
     step.reset(turn, step.op.made.group.living)
     for _ in range(3):
         replay()

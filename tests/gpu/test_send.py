@@ -41,8 +41,6 @@ def store_at_owners(
 
 
 class Layer:
-    """An all-to-all whose rows are stored at their owners, and one that scatters them."""
-
     def __init__(self, group: weft.Group) -> None:
         self.a2a = make(group, CASE, combine="gemm_push", max_tokens=64, timeout=10.0)
         self.beside = make(group, CASE, combine="pull", max_tokens=64, timeout=10.0)
@@ -64,13 +62,11 @@ class Layer:
         )
 
     def run(self) -> None:
-        """Store every row at its owner from the GEMM's epilogue."""
         self.product(self.groups.gather(self.a2a.dispatch(*self.inputs)))
         self.groups.sent()
         self.a2a.combine_recv(out=self.out)
 
     def check(self) -> None:
-        """Compare with the same round scattered."""
         self.others.gather(self.beside.dispatch(*self.inputs))
         self.others.scatter(self.source)
         expected = self.beside.combine()

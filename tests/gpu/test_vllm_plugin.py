@@ -56,5 +56,4 @@ def replay(group: weft.Group, form: str, method: str) -> float:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(("form", "method"), [("block", ""), ("exchange", ""), ("exchange", "fp8")])
 def test_graphs_and_padding(ranks: Any, count: int, form: str, method: str) -> None:
-    """The number of padding rows changes between replays."""
     assert max(ranks(count, "cuda")(replay, form, method)) < CLOSE[method]

@@ -70,7 +70,6 @@ def test_the_checkpoint_is_as_train_saves_it(train, tmp_path):
 
 
 def test_the_checkpoint_answers(train):
-    """It answers all of the first ten questions."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     known = read_questions(CHECKPOINT / "questions.jsonl")

@@ -210,7 +210,6 @@ VARIANTS = {
 
 
 def run(command: list[str], directory: Path) -> str:
-    """Run `command` in `directory` and return its output; fail if it does not succeed."""
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     text = done.stdout + done.stderr
     assert done.returncode == 0, f"{' '.join(command)} returned {done.returncode}:\n{text}"
@@ -219,7 +218,6 @@ def run(command: list[str], directory: Path) -> str:
 
 @pytest.fixture(scope="module")
 def spin() -> str:
-    """Return the path of the SPIN model checker."""
     run([str(ROOT / "tools" / "need_spin.sh")], ROOT)
     # Another program of that name is common (a developer tool for Python), so ask it who it is.
     result = shutil.which("spin")
@@ -238,7 +236,6 @@ def spin() -> str:
     ],
 )
 def test_variant(model: str, variant: Variant, spin: str, tmp_path: Path) -> None:
-    """Search every interleaving of one variant."""
     options = [f"-D{option}" for option in variant.options.split()]
     reported = run([spin, "-a", *options, str(MODELS / f"{model}.pml")], tmp_path)
     assert "rror" not in reported, reported
