@@ -150,7 +150,7 @@ lowlatency() {
     low ll-perfect 60 --routing perfect
     low ll-reduced 60 --routing uniform --reduce sender --combine-dtype fp8
     timed ll-trace 60 lowlatency --tokens 128 --trace "$out/lowlatency-128.json"
-    check ll-graphs 200 all tests/gpu/test_{graphs,late_ranks}.py -k "low or profiling"
+    check ll-graphs 200 all tests/gpu/test_graphs.py -k low
     check ll-tests 300 some tests/lowlatency
 }
 

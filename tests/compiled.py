@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare functions around weft's calls with their torch.compile results, on all device kinds.
 
-Each function has torch operations before, between and after weft's, so that moving or merging a
-call, or a read of memory that it changes, changes the bits. None rounds twice between two calls of
-weft, because a compiler that fuses operations may omit one rounding.
+None rounds twice between two calls of weft, because a fusing compiler may omit one rounding.
 """
 
 from __future__ import annotations

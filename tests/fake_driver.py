@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A CUDA driver over counters, with the real one's types, in place of cuda.bindings.driver.
 
-It notes every call, counts what is held, and by which rank, and fails on demand. It plays a process
-in which some stream is captured all the time, in the global mode: `unsafe` lists the calls that a
-thread may not make then, unless its own mode is relaxed. cuCtxSynchronize, which would break that
-capture in every mode, does not exist.
+Some stream is captured all the time: `unsafe` lists the calls that were not in relaxed mode.
 """
 
 from __future__ import annotations
@@ -42,6 +39,19 @@ ANSWERS: dict[str, tuple[Any, ...]] = {
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (3,),
     "cuOccupancyMaxActiveClusters": (16,),
     "cuCtxGetDevice": (0,),
+}
+# Answers that depend on the driver and the arguments.
+CALLS: dict[str, Any] = {
+    "cuDeviceGetCount": lambda d: (d.visible,),
+    "cuDeviceGet": lambda d, ordinal: (ordinal,),
+    "cuDeviceGetUuid": lambda d, device: (SimpleNamespace(bytes=bytes([device] * 16)),),
+    "cuDeviceCanAccessPeer": lambda d, device, peer: (int(d.peers),),
+    "cuCtxGetCurrent": lambda d: (d.current,),
+    "cuCtxPopCurrent": lambda d: (d.stack.pop(),),
+    "cuMemRelease": lambda d, handle: d.take("handle", handle),
+    "cuStreamDestroy": lambda d, stream: d.take("stream", stream),
+    "cuStreamIsCapturing": lambda d, stream: (d.capturing,),
+    "cuMemHostGetDevicePointer": lambda d, address, flags: (address + (1 << 44),),
 }
 GIVES_BACK = {
     "cuCtxPopCurrent", "cuMemRelease", "cuMemAddressFree", "cuMemUnmap", "cuStreamDestroy",
@@ -88,7 +98,7 @@ class Driver:
         if not name.startswith("cu"):
             return getattr(self.real, name)
         assert hasattr(self.real, name), name
-        run = (lambda *_: ANSWERS[name]) if name in ANSWERS else getattr(type(self), f"_{name}")
+        run: Any = CALLS.get(name) or getattr(type(self), f"_{name}", lambda *_: ANSWERS[name])
 
         def counted(*args: Any) -> tuple[Any, ...]:
             with self.lock:
@@ -151,22 +161,10 @@ class Driver:
     def cuGetErrorString(self, status):
         return 0, b"out of memory"
 
-    def _cuDeviceGetCount(self):
-        return (self.visible,)
-
-    def _cuDeviceGet(self, ordinal):
-        return (ordinal,)
-
-    def _cuDeviceGetUuid(self, device):
-        return (SimpleNamespace(bytes=bytes([device] * 16)),)
-
     def _cuDeviceGetAttribute(self, attribute, device):
         if attribute.name == "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED":
             return (int(self.fabric),)
         return (0 if attribute in self.lacks else 9,)
-
-    def _cuDeviceCanAccessPeer(self, device, peer):
-        return (int(self.peers),)
 
     def _cuDevicePrimaryCtxRetain(self, device):
         self.hold("context", device)
@@ -176,15 +174,9 @@ class Driver:
         assert not self.stack, "the context is released while it is current"
         return self.take("context", device)
 
-    def _cuCtxGetCurrent(self):
-        return (self.current,)
-
     def _cuCtxPushCurrent(self, context):
         self.stack.append(context)
         return ()
-
-    def _cuCtxPopCurrent(self):
-        return (self.stack.pop(),)
 
     def _cuThreadExchangeStreamCaptureMode(self, mode):
         before, self.local.mode = self.mode, mode
@@ -221,9 +213,6 @@ class Driver:
         data = ctypes.string_at(int(shared), 64) if fabric else os.pread(shared, 64, 0)
         return self.hold("handle", int.from_bytes(data, "little"))
 
-    def _cuMemRelease(self, handle):
-        return self.take("handle", handle)
-
     def _cuMemAddressReserve(self, size, alignment, address, flags):
         address = self.new(size)
         self.hold("range", (address, size))
@@ -252,15 +241,9 @@ class Driver:
         assert self.stack or self.current
         return self.hold("stream", self.new())
 
-    def _cuStreamDestroy(self, stream):
-        return self.take("stream", stream)
-
     def _cuStreamSynchronize(self, stream):
         assert int(stream) < FOREIGN or self.held["stream", stream]
         return ()
-
-    def _cuStreamIsCapturing(self, stream):
-        return (self.capturing,)
 
     def _cuMemsetD8Async(self, address, value, count, stream):
         assert self.held["map", (address, count)]
@@ -281,9 +264,6 @@ class Driver:
     def _cuMemFreeHost(self, address):
         assert self.quiet(), "a page is freed under what may still write it"
         return self.take("host", address)
-
-    def _cuMemHostGetDevicePointer(self, address, flags):
-        return (address + (1 << 44),)
 
     def _cuLaunchKernelEx(self, config, function, params, extra):
         address = ctypes.c_uint64.from_address(params).value

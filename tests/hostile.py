@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invalid values by kind of argument, and checks that public calls refuse all of them.
 
-A `Row` describes one public call: the kind of each parameter. `assert_refusals` passes every
-hostile value of its kind to each parameter and expects a UsageError that names the parameter and
-shows the value or its type. Tests then run a valid round, which must give the same bits as before.
+A refusal is a UsageError that names the parameter and shows the value or its type.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cache of compiled code that later test runs reuse while its sources are unchanged.
 
-A test result must not depend on a stale entry, nor on weft's own cache keys, which are under test.
-The name of the cache folder therefore contains a digest of all sources and of the compiler.
+Its name has a digest of all sources and of the compiler: weft's own cache keys are under test.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of ranks that one test body runs on.
-
-Processes on CPUs, threads on CPUs, GPUs, and threads whose CUDA kernels run in the emulator.
-"""
+"""Kinds of ranks that one test body runs on."""
 
 from __future__ import annotations
 

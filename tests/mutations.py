@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of faults in the kernels: edits of their source that tests must detect.
 
-An edit names a file below weft/, a function and a regular expression, which must match exactly once
-in the function's body. A space in the expression matches any white space.
+A space in a regular expression matches any white space.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weft's own objects in every mode: construction, one call, and release.
-
-Nothing here depends on torch's defaults: each tensor names its device and dtype.
-"""
+"""Weft's own objects in every mode, independent of torch's default device and dtype."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deadlines of tests: ten minutes for every wait, because a machine under load is slow.
 
-A test of a deadline sets it with `hurry` just before the wait that must exceed it. The fork server
-of the ranks and the conftest import this module.
+A test of a deadline sets it with `hurry` just before the wait that must exceed it.
 """
 
 from __future__ import annotations

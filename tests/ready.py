@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules and lookups that the fork server of ranks prepares, so that no rank repeats them.
 
-They take most of the time of a small test: modules that tests share, modules that torch imports
-late (torch.distributed.tensor in `assert_close`, sympy in the first MoE layer), and the parts of
-cache keys. Only fork servers import this module.
+They take most of the time of a small test.
 """
 
 from __future__ import annotations

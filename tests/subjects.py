@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every operator in every mode behind one interface, with rounds checked bit by bit.
 
-A test of common behaviour takes a name of SUBJECTS, opens it on each rank, and plays rounds by
-seed. After `emulate` the kernels run in the emulator.
+After `emulate` the kernels run in the emulator.
 """
 
 from __future__ import annotations

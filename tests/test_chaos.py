@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill and stop random ranks at random points, and check the survivors' results.
 
-    python -m tests.test_chaos 3600 [17]  # seconds, and the first seed
-
-A seed determines which of four ranks die, when and how: at a fault point of a kernel, at a random
-moment, or at the n-th control message of a relocation, a recovery or a replacement. In half of the
-runs new processes replace them, and are killed as well. At the end exactly the planned survivors
-must live, and no descriptor, mapping, directory or process may be left.
+python -m tests.test_chaos 3600 [17]  # seconds, and the first seed
 """
 
 from __future__ import annotations

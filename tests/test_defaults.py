@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No object of weft depends on torch's default device, dtype or modes.
-
-The tests set a default device, "meta", whose tensors cannot be read, and a default dtype that
-changes the bits. Tensors that are made in inference mode cannot be written outside of it.
-"""
+"""No object of weft depends on torch's default device, dtype or modes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Domains of more than 32 ranks, up to 72, where a rank set takes several words.
-
-Every result is compared with `weft.reference`, bit by bit, also after a rank has died.
-"""
+"""Domains of more than 32 ranks, up to 72, where a rank set takes several words."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random arguments of public calls raise weft's usage errors or work, and break no group.
-
-`free` replaces arguments by any value: a call may then work, and the round continues. `aliased`
-places a result and another tensor in one block: the call is refused or gives the same bits.
-"""
+"""Random arguments of public calls raise weft's usage errors or work, and break no group."""
 
 from __future__ import annotations
 

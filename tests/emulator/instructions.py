@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PTX as calls of the emulator: each `asm` statement of a kernel becomes equivalent C++.
 
-What an instruction does follows from its text, scope and order included, and its operands stay
-where the kernel has put them. One that is not known here is an error.
+An instruction that is not known here is an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The all-reduce's kernels in the emulator give the reference's bits in every launch shape.
-
-Whether a GPU orders memory as they need is for the tests with the gpu marker.
-"""
+"""The all-reduce's kernels in the emulator give the reference's bits in every launch shape."""
 
 from __future__ import annotations
 

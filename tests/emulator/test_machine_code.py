@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine code of every kernel: it exists, spills nothing, and keeps its memory order.
 
-No GPU is needed. The emulated kernels show which word is accessed by which verb (watch.py). These
-tests check what the verbs compile to on each architecture, and that kernels keep them.
+The emulated kernels show which word is accessed by which verb (watch.py).
 """
 
 from __future__ import annotations

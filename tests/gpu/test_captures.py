@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creating, inspecting and freeing objects while a graph is captured leaves the graph correct.
+"""Creating and freeing objects while a graph is captured leaves the graph correct.
 
-An object is opened, told to abort, closed, dropped, or found by the collector, in the middle of a
-capture, in the thread that captures and in another, with both strict modes of capture. Each test
-does it on purpose; `weft.cuda.driver.relaxed_capture` says why it works.
+`weft.cuda.driver.relaxed_capture` says why it works.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of several sizes, replayed in any order between eager calls, with new rows and routing.
-
-CPU ranks rehearse the same rounds without graphs.
-"""
+"""Graphs of several sizes, replayed in any order between eager calls; CPU ranks rehearse them."""
 
 from __future__ import annotations
 

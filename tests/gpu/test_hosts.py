@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several hosts on GPUs: ranks of one machine that WEFT_HOST separates, with NCCL between them.
-
-2 GPUs are two hosts of one rank, 4 are two of two.
-"""
+"""Several hosts on GPUs: ranks of one machine that WEFT_HOST separates, with NCCL between them."""
 
 from __future__ import annotations
 

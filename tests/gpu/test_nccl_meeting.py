@@ -17,15 +17,6 @@ from weft.launcher.launch import launch
 pytestmark = pytest.mark.gpu(2)  # NCCL needs a GPU for each rank
 
 
-def meet(group):
-    with Group.from_torch(group.process_group(), timeout=100.0) as result:
-        return result.all_gather(result.rank), result.device.index
-
-
-def test_ranks_meet_over_nccl():
-    assert launch(meet, ranks=2, device="cuda") == [([0, 1], 0), ([0, 1], 1)]
-
-
 def die_on_the_way(group, victim):
     pg = group.process_group()
     if group.rank == victim:

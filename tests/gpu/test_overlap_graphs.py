@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overlap under graph replay, delays and adverse schedules: no word may differ.
 
-The bodies are in tests/moe/overlapping.py, and CPU ranks rehearse them; here they run as CUDA
-graphs, on 2 to 8 GPUs. Each test starts its ranks as processes with a deadline.
+The bodies are in tests/moe/overlapping.py, and CPU ranks rehearse them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank is killed during graph replay: its peers name it soon, and the same graph works again.
 
-First among the living, then with a new process in its place. Ranks may share one GPU. What was
-measured is printed (`pytest -s`). CPU ranks rehearse it without graphs.
+CPU ranks rehearse it without graphs; ranks may share one GPU.
 """
 
 from __future__ import annotations
