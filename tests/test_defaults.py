@@ -13,8 +13,7 @@ import torch
 
 import weft
 from tests.moe import layers
-from tests.objects import CONFIG, CPU, EXPERTS, TOP_K, Results, clone_all, tokens
-from tests.public import FAMILIES, MODES
+from tests.public import CONFIG, CPU, EXPERTS, FAMILIES, MODES, TOP_K, Results, clone_all, tokens
 from weft.errors import Aborted
 from weft.lowlatency import reference as reference_lowlatency
 from weft.moe import Expert, ExpertWeights, FP8Expert, route, router_logits

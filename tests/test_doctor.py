@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import socket
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -25,6 +26,13 @@ NIC0\tPIX\tSYS\t X
 Legend:
   NV#  = Connection traversing a bonded set of # NVLinks
 """
+
+
+THREE = "GPU0 X NV4 SYS\nGPU1 NV4 X NODE\nGPU2 SYS NODE X\n"
+
+
+def _refuses(*device):
+    raise RuntimeError("CUDA error: device busy")
 
 
 class _Module:
@@ -66,58 +74,38 @@ def _examined() -> dict[str, Finding]:
 
 def test_a_machine_with_gpus(gpus):
     result = _examined()
-    assert "loads on 2 GPUs" in result["NVRTC sm_90a"].detail
-    assert result["cuda:1"].detail == "NVIDIA H200, 140 GiB, sm_90, driver 580.159"
-    assert result["peer access"].detail == "every pair"
-    assert result["NVLink"].detail == "NV18"
-    assert result["POSIX fd handles"].detail == "every GPU"
-    on_gpus = ("NVRTC sm_90a", "cuda:0", "peer access", "NVLink", "POSIX fd handles")
+    on_gpus = ("NVRTC sm_90a", "cuda:0", "cuda:1", "peer access", "NVLink", "POSIX fd handles")
     assert {result[name].status for name in on_gpus} == {"ok"}
 
 
-def test_gpu_problems_are_reported(gpus):
-    gpus.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
-    gpus.setattr(_Module, "refused", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION (222)")
-    gpus.setattr(doctor, "_can_export_memory", lambda device: device == 0)
-    result = _examined()
-    assert result["NVRTC sm_90a"].status == "fail"
-    assert "trial kernel on cuda:0" in result["NVRTC sm_90a"].detail
-    assert (result["peer access"].status, result["peer access"].detail) == ("fail", "denied: 1->0")
-    handles = result["POSIX fd handles"]
-    assert (handles.status, handles.detail) == ("fail", "not on cuda:1")
+def smi(text):
+    """Return a patch of nvidia-smi's output."""
+    return doctor, "query_nvidia_smi", lambda *arguments: text
 
 
 @pytest.mark.parametrize(
-    ("topology", "detail"),
+    ("finding", "status", "detail", "where", "name", "value"),
     [
-        (TOPOLOGY.replace("NV18", "SYS"), "none between GPU1-GPU0 (SYS)"),
-        (
-            "GPU0 X NV4 SYS\nGPU1 NV4 X NODE\nGPU2 SYS NODE X\n",
-            "none between GPU2-GPU0 (SYS), GPU2-GPU1 (NODE)",
-        ),
-        (None, "unknown: no output of nvidia-smi topo -m"),
-        ("No devices were found\n", "unknown: no output of nvidia-smi topo -m"),
+        ("peer access", "fail", "denied: 1->0", torch.cuda, "can_device_access_peer", operator.lt),
+        ("NVRTC sm_90a", "fail", "trial kernel on cuda:0", _Module, "refused", "ERROR (222)"),
+        ("NVRTC sm_90a", "fail", "device busy", torch.cuda, "synchronize", _refuses),
+        ("POSIX fd handles", "fail", "not on cuda:1", doctor, "_can_export_memory", operator.not_),
+        ("checks", "fail", "device busy", doctor, "_can_export_memory", _refuses),
+        ("NVLink", "warn", "GPU2-GPU0 (SYS), GPU2-GPU1 (NODE)", *smi(THREE)),
+        ("NVLink", "warn", "GPU1-GPU0 (SYS)", *smi(TOPOLOGY.replace("NV18", "SYS"))),
+        ("NVLink", "warn", "unknown: no output", *smi(None)),
+        ("NVLink", "warn", "unknown: no output", *smi("No devices were found\n")),
+        ("NVLink domain", "ok", "on all hosts", doctor, "supports_fabric", lambda device: True),
+        ("NVLink domain", "ok", "on one host", doctor, "supports_fabric", lambda device: False),
     ],
 )
-def test_gpus_without_nvlink_are_not_ok(gpus, topology, detail):
-    gpus.setattr(doctor, "query_nvidia_smi", lambda *arguments: topology)
-    result = _examined()["NVLink"]
-    assert (result.status, result.detail) == ("warn", detail)
-    assert result.remedy
-
-
-def test_an_error_is_a_finding_and_later_checks_run(gpus):
-    def refuses(*device):
-        raise RuntimeError("CUDA error: device busy")
-
-    gpus.setattr(torch.cuda, "synchronize", refuses)
+def test_a_finding_is_reported_and_later_checks_run(
+    gpus, finding, status, detail, where, name, value
+):
+    gpus.setattr(where, name, value)
     result = _examined()
-    assert (result["NVRTC sm_90a"].status, result["cuda:0"].status) == ("fail", "ok")
-    assert "device busy" in result["NVRTC sm_90a"].detail
-    gpus.setattr(doctor, "_can_export_memory", refuses)
-    result = _examined()
-    assert (result["peer access"].status, result["checks"].status) == ("ok", "fail")
-    assert "device busy" in result["checks"].detail
+    assert result[finding].status == status
+    assert detail in result[finding].detail
     assert "cache" in result
 
 
@@ -188,9 +176,6 @@ def test_the_report_has_what_a_bug_report_needs(of_alice):
         "WORLD_SIZE": "4",
     }
     assert result["packages"]["torch"] == version("torch")
-    assert result["system"]["links"].startswith("\tGPU0\tGPU1")
-    assert "Legend" not in result["system"]["links"]
-    assert result["weft"]["version"]
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])
@@ -200,8 +185,4 @@ def test_the_report_has_no_private_names(of_alice, weft_command, tmp_path, kind)
     assert (code, out) == (0, "")
     reported = path.read_text()
     assert [word for word in PRIVATE if word in reported.lower()] == []
-    shown = "warn  2.7 -> pip install 'torch>=2.8'"
-    if kind == "json":
-        assert json.loads(reported)["findings"] == {"torch": shown}
-    else:
-        assert f"  torch: {shown}" in reported
+    assert "warn  2.7 -> pip install 'torch>=2.8'" in reported

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import weft
-from tests import objects, test_arguments
+from tests import public, test_arguments
 from tests.moe import test_arguments as moe_arguments
-from tests.objects import CONFIG, EXPERTS, HIDDEN, MOST, TOP_K, random_rows, tokens
-from tests.public import MODES
+from tests.public import CONFIG, EXPERTS, HIDDEN, MODES, MOST, TOP_K, random_rows, tokens
 from weft.compat import deep_ep, flashinfer
 from weft.errors import BadExpertId, InvalidArgument, UsageError
 from weft.gemm import grouped_gemm
@@ -302,7 +301,7 @@ def constructors(group: weft.Group) -> Iterator[tuple[Callable[..., Any], dict[s
     yield weft.AllToAll, {"group": group, **SIZES, **map_of_experts, "quantize": None}
     yield weft.LowLatencyAllToAll, {"group": group, **SIZES, **map_of_experts, "slots": 2}
     yield weft.AllReduce, {"group": group, "max_tokens": MOST, "hidden": HIDDEN, "dtype": BF16}
-    weights = objects.experts(group, fp8=False)
+    weights = public.experts(group, fp8=False)
     sizes = {"max_tokens": MOST, "expert_map": None, "mode": "throughput", "overlap": "none"}
     yield weft.MoE, {"group": group, "config": CONFIG, "weights": weights, **sizes}
     yield weft.Heap.create, {"group": group, "size": 1 << 16}

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import weft
-from tests.objects import EXPERTS, HIDDEN, MOST, TOP_K, Made, all_to_all
-from tests.public import MODES
+from tests.public import EXPERTS, HIDDEN, MODES, MOST, TOP_K, Made, all_to_all
 from weft.cuda.driver import relaxed_capture
 from weft.errors import WeftError
 
