@@ -14,8 +14,7 @@ import weft
 from tests import hostile
 from tests.compat.calls import Mapping
 from tests.hostile import COUNT, FLAG, FREE, TENSOR, THING, WHOLE, Kind, Row, kind_of_values
-from tests.objects import EXPERTS, HIDDEN, MOST, TOP_K, tokens
-from tests.public import MODES
+from tests.public import EXPERTS, HIDDEN, MODES, MOST, TOP_K, tokens
 from tests.test_arguments import TIMES, pytestmark, tried
 from tests.test_defaults import differ
 from weft.compat import deep_ep, flashinfer
