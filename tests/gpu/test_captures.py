@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import weft
-from tests.public import EXPERTS, HIDDEN, MODES, MOST, TOP_K, Made, all_to_all
+from tests.public import HIDDEN, MODES, MOST, SIZES, Made, all_to_all
 from weft.cuda.driver import relaxed_capture
 from weft.errors import WeftError
 
@@ -24,16 +24,8 @@ pytestmark = pytest.mark.gpu
 
 STRICT = ("global", "thread_local")
 NAMES = (
-    "AllToAll push",
-    "AllToAll choices",
-    "ExpertGroups",
-    "LowLatency",
-    "LowLatency plain",
-    "AllReduce twoshot",
-    "MoE rank gemm_push",
-    "MoE expert gemm_push",
-    "Buffer",
-    "MoeAlltoAll",
+    *("AllToAll push", "AllToAll choices", "ExpertGroups", "LowLatency", "LowLatency plain"),
+    *("AllReduce twoshot", "MoE rank gemm_push", "MoE expert gemm_push", "Buffer", "MoeAlltoAll"),
 )
 assert set(NAMES) <= set(MODES)  # noticed where there is no GPU, too
 SLEEP = 1_000_000_000  # cycles: about half a second
@@ -82,9 +74,8 @@ def release(how: str, box: list[Made]) -> None:
     if how == "close":
         box[0].give_back()
     elif how == "abort":
-        what = box[0].what
-        what.history()
-        what.abort()
+        box[0].what.history()
+        box[0].what.abort()
         box[0].give_back()
     elif how == "cycle":
         ring: list[Any] = [*box]
@@ -97,12 +88,8 @@ def release(how: str, box: list[Made]) -> None:
 
 
 def ways_of(name: str) -> tuple[str, ...]:
-    dropped = ("close", "drop", "cycle")
-    return (
-        ("abort", *dropped)
-        if name.split()[0] in ("AllToAll", "LowLatency", "AllReduce")
-        else (dropped)
-    )
+    aborts = name.split()[0] in ("AllToAll", "LowLatency", "AllReduce")
+    return ("close", "drop", "cycle", *(["abort"] * aborts))
 
 
 def die_in_captures(group: weft.Group, name: str) -> list[str]:
@@ -148,17 +135,13 @@ def test_an_object_freed_in_a_capture_does_not_break_it(
     assert ranks(count, "cuda")(die_in_captures, name, timeout=600.0) == [[]] * count
 
 
-def free_bytes() -> int:
-    return torch.cuda.mem_get_info()[0]
-
-
 def free_a_large_heap(group: weft.Group, mode: str, where: str) -> int:
     """Return the bytes that were freed while a graph was captured."""
     heap = weft.Heap.create(group, LARGE)
     box = [heap.tensor((16,), torch.int32)]
     torch.cuda.synchronize()
     group.barrier()
-    before = free_bytes()
+    before = torch.cuda.mem_get_info()[0]
     with captured(group, mode):
 
         def step() -> None:
@@ -168,7 +151,7 @@ def free_a_large_heap(group: weft.Group, mode: str, where: str) -> int:
         run(where, step)
         group.barrier()  # what is mapped at a peer is freed when it has let go, too
         with relaxed_capture():
-            after = free_bytes()
+            after = torch.cuda.mem_get_info()[0]
     return after - before
 
 
@@ -228,8 +211,7 @@ def free_under_a_kernel(group: weft.Group, busy: str, mode: str | None) -> tuple
         with captured(group, mode):
             run("there", both)
     torch.cuda.synchronize()
-    was_running, has_ended = seen
-    return was_running, has_ended
+    return seen[0], seen[1]
 
 
 @pytest.mark.parametrize("busy", ["stream", "graph"])
@@ -263,9 +245,7 @@ def test_code_is_not_unloaded_under_a_running_kernel(ranks: Callable[..., Any], 
 OPENINGS: dict[str, Callable[[weft.Group, weft.AllToAll], Any]] = {
     "Heap": lambda group, _: weft.Heap.create(group, 4 << 20),
     "AllToAll": lambda group, _: all_to_all(group, profile=True),
-    "LowLatencyAllToAll": lambda group, _: weft.LowLatencyAllToAll(
-        group, max_tokens=MOST, top_k=TOP_K, num_experts=EXPERTS, hidden=HIDDEN, profile=True
-    ),
+    "LowLatencyAllToAll": lambda group, _: weft.LowLatencyAllToAll(group, **SIZES, profile=True),
     "AllReduce": lambda group, _: weft.AllReduce(group, max_tokens=MOST, hidden=HIDDEN),
     "ExpertGroups": lambda _, a2a: weft.ExpertGroups(a2a, align=8),
 }
