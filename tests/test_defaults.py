@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,43 +29,31 @@ class Alone:
 
 
 @contextmanager
+def setting(get: Callable[[], Any], change: Callable[[Any], object], value: Any) -> Iterator[None]:
+    before = get()
+    change(value)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+@contextmanager
 def defaults(device: str, dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):  # what torch.set_default_device does, for as long
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
+    # torch.device() is what torch.set_default_device does, for as long.
+    with setting(torch.get_default_dtype, torch.set_default_dtype, dtype), torch.device(device):
         yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
+DETERMINISTIC = torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
 # State of a caller that may surround any call.
 STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast to bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
     "autocast to float16": lambda: torch.autocast("cpu", torch.float16),
     "gradients": torch.enable_grad,
     "no gradients": torch.no_grad,
-    "deterministic algorithms": deterministic,
-    "one thread": one_thread,
+    "deterministic algorithms": lambda: setting(*DETERMINISTIC, True),
+    "two threads": lambda: setting(torch.get_num_threads, torch.set_num_threads, 2),
 }
 
 
@@ -137,10 +126,8 @@ def test_groups_and_aborts_do_not_depend_on_torchs_defaults(ranks: Callable[...,
 
 def meanings() -> Results:
     """Return the results of all plain-torch code: references, router, experts, weights."""
-    everyone = [
-        tokens(Alone(rank))  # type: ignore[arg-type]
-        for rank in range(2)
-    ]
+    group: Any = Alone
+    everyone = [tokens(group(rank)) for rank in range(2)]
     xs, ids, weights = ([each[i] for each in everyone] for i in range(3))
     placement = weft.Placement.blocks(EXPERTS, 2)
     payloads = [(x,) for x in xs]
@@ -157,9 +144,7 @@ def meanings() -> Results:
         result += weft.reference.quantize(xs[0], word)
     for scale in ("fp32_row", "ue8m0"):
         low = reference_lowlatency.dispatch(xs, ids, placement, rank=0, max_tokens=8, scale=scale)
-        result += [
-            t for t in (low.x, low.scales, low.counts, low.source, low.ranges) if t is not None
-        ]
+        result += clone_all(low.x, low.scales, low.counts, low.source, low.ranges)
     rows = xs[0][:, None].expand(-1, TOP_K, -1)
     for reduce in ("receiver", "sender"):
         result.append(reference_lowlatency.combine(rows, ids[0], None, placement, reduce=reduce))
@@ -167,8 +152,7 @@ def meanings() -> Results:
     parts, weight = [x[:size] for x in xs], xs[1][0].abs()
     for quant in (None, weft.FP8Token(), weft.FP8Group(128), weft.FP8Group(128, scale="ue8m0")):
         sums = weft.reference.allreduce_fused(parts, parts[0], weight, quant=quant)
-        result += [t for t in (sums.out, sums.residual, sums.norm, sums.quant, sums.scale)
-                  if t is not None]  # fmt: skip
+        result += clone_all(sums.out, sums.residual, sums.norm, sums.quant, sums.scale)
     result.append(weft.reference.finalize_moe(weft.MoEFinalize(xs[0], ids[1].int() % size)))
     made = [Expert.seeded(CONFIG, e) for e in range(EXPERTS)]
     stacked = ExpertWeights.stack(CONFIG, made)
@@ -193,20 +177,12 @@ def meanings() -> Results:
     return result
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_no_result_depends_on_the_callers_state(state: str) -> None:
+def test_no_result_depends_on_the_callers_state_or_torchs_defaults() -> None:
     want = meanings()
-    with STATES[state]():
-        got = meanings()
-    assert differ(got, want) == []
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_no_result_depends_on_torchs_defaults(dtype: torch.dtype) -> None:
-    want = meanings()
-    with defaults("meta", dtype):
-        got = meanings()
-    assert differ(got, want) == []
+    others: list[Any] = [partial(defaults, "meta", dtype) for dtype in DTYPES]
+    for state in (*STATES.values(), *others):
+        with state():
+            assert differ(meanings(), want) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
