@@ -21,6 +21,20 @@ _ACCESS = re.compile(r"(LD|ST|ATOM|RED)G?\.(.*)")
 _VECTOR = re.compile(r"\b(?:LD|ST)[GS]?\.\S*?(64|128)\b[^\n\[]*\[[^\]\n]*\+-?(0x[0-9a-f]+)\]")
 
 
+def numbers_of(elf: bytes, symbol: bytes) -> tuple[int, ...]:
+    """Return the 64-bit numbers of an initialised array in an ELF file."""
+    (start,) = struct.unpack_from("<Q", elf, 40)
+    size, count = struct.unpack_from("<HH", elf, 58)
+    # Of each section: type, offset, bytes, and for a symbol table which section holds its names.
+    heads = [struct.unpack_from("<4xI16xQQI", elf, start + size * i) for i in range(count)]
+    _, table, length, names = next(h for h in heads if h[0] == 2)
+    for entry in range(table, table + length, 24):
+        name, section, value, extent = struct.unpack_from("<I2xHQQ", elf, entry)
+        if elf[heads[names][1] + name :].startswith(symbol + b"\0"):
+            return struct.unpack_from(f"<{extent // 8}Q", elf, heads[section][1] + value)
+    raise AssertionError(f"no symbol {symbol!r}")
+
+
 def frames(cubin: bytes) -> dict[str, int]:
     """Return the bytes of local memory of each kernel in a cubin, by entry."""
     (start,) = struct.unpack_from("<Q", cubin, 40)
