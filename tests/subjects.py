@@ -161,7 +161,8 @@ class Sums:
         entries.forms["oneshot"] = self.form
         for tokens in (1, 3, 5, MOST_SUMMED):
             ctas = min(tokens, 4) if self.form == "oneshot_resident" else tokens
-            entries.plans["oneshot", tokens] = ReducePlan(ctas, 32, 1)
+            # A thread for each rank, as plans have.
+            entries.plans["oneshot", tokens] = ReducePlan(ctas, -(-self.ranks // 32) * 32, 1)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from tests.gpu.sanitized import PROGRAMS
+from tests.gpu.test_sanitizer import PROGRAMS
 from tests.kinds import ANY, CPU, EMULATED, on_ranks
 from tests.rounds import Round, bits, play
 
