@@ -61,6 +61,7 @@ INTERNAL = {
     "Expert.forward",
     *("GemmPlan.n_blocks", "GemmPlan.max_m_blocks"),
     *("WgmmaPlan.max_m_blocks", "WgmmaPlan.stages", "WgmmaPlan.ctas_per_sm"),
+    "WgmmaPlan.has_wide_n",
     *(f"{w}.{m}" for w in WORKSPACES for m in HELPERS),
     *("Buffer.clean_low_latency_buffer", "AllReduceFusionPattern", "QuantizationSFLayout"),
 }
@@ -170,3 +171,8 @@ def test_a_type_error_from_within_is_not_touched() -> None:
         assert not isinstance(caught.value, BadCall)
 
     weft.launch(body, ranks=1, device="threads")
+
+
+def test_a_missing_argument_is_named() -> None:
+    with pytest.raises(BadCall, match=r"AllReduce\(\): missing a required argument: 'hidden'"):
+        weft.AllReduce(None, max_tokens=8)  # type: ignore
