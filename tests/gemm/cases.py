@@ -68,7 +68,6 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Number of all rows."""
         return len(self.counts) * self.max_rows if self.masked else self.starts[-1] + self.slack
 
     def live(self) -> torch.Tensor:
@@ -79,7 +78,6 @@ class Case:
         return live
 
     def make(self, device: str = "cpu") -> Made:
-        """Return the operands."""
         seed = torch.Generator().manual_seed(self.seed)
         experts, live = len(self.counts), self.live()
         x = torch.randn(self.rows, self.k, generator=seed) * 2
@@ -274,8 +272,6 @@ class Made:
 
 @dataclass(frozen=True)
 class Output:
-    """Results of a call."""
-
     case: Case
     numbers: torch.Tensor
     scales: torch.Tensor | None = None

@@ -95,7 +95,6 @@ def described(
 
 
 def compiled(call: GemmCall, plan: GemmPlan, folder: Path) -> Compiled:
-    """Compile for sm_90a; the cubin is written to `folder`."""
     function = import_grouped_kernel()
     arguments = TritonArguments(call, plan).build(
         call.tensors, lambda t, _shape, _strides, block: (t, block)
@@ -143,7 +142,6 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def chosen(rows: int, dtype: torch.dtype, epilogue: str, k: int = 7168) -> GemmPlan:
-    """Return the default plan."""
     return plan(32, rows, 4096, k, dtype, gated=epilogue in ("gated", "situ", "quant"))
 
 

@@ -301,7 +301,6 @@ def test_no_experts_or_rows_give_empty_results(device: str, masked: bool):
 
 @pytest.mark.gpu
 def test_a_rows_bits_do_not_depend_on_its_neighbours():
-    """Compare the same rows, alone and among others, in every kind of tile."""
     many = Case(counts=(130,), n=512, k=1024).make("cuda")
     whole = many.call().numbers
     for count in (1, 33, 100):

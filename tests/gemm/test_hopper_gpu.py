@@ -109,7 +109,6 @@ def test_concurrent_launches_draw_tickets_of_their_own():
 
 
 def test_weights_come_early_and_rows_do_not():
-    """In a chain of GEMMs, each one's rows are what the previous one stores last."""
     experts, size = 3, 512
     rows = torch.randn(400, size, device="cuda").bfloat16()
     weights = torch.randn(experts, size, size, device="cuda").bfloat16() * size**-0.5

@@ -41,7 +41,6 @@ CASES = {
 
 
 def emulate(groups: ExpertGroups) -> EmulatedGroups:
-    """Let groups run kernels in the emulator."""
     shape = groups._a2a.config.shape
     library = compile_groups(shape, groups.config)
     groups._kernels = entries = EmulatedGroups(library, shape, groups.config)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -16,7 +18,6 @@ from weft.grouping.operator import ExpertGroups
 
 @on_ranks(3, [CPU, *ANY])
 def test_whole_rounds(group):
-    """Dispatch, gather, experts that return their token, scatter, combine."""
     case = Round(tokens=(16, 5, 0)[: group.size], top_k=4, experts=10, router="holes", add=True)
     options = {"max_tokens": 16, "top_k": 4, "num_experts": 10, "hidden": case.hidden}
     with weft.AllToAll(group, **options) as a2a:  # type: ignore[arg-type]
@@ -36,6 +37,11 @@ def test_whole_rounds(group):
             a2a.check()
 
 
+def refuses(error: type[Exception], words: str, call: Callable[[], object]) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
 @on_ranks(2)
 def test_invalid_input_is_refused_on_the_host(group):
     with make(group) as a2a, make(group) as other:
@@ -46,34 +52,26 @@ def test_invalid_input_is_refused_on_the_host(group):
             ({"layout": "sparse"}, "'sparse'"),
             ({"layout": "masked", "max_rows": 2**30}, "exceeds the limit"),
         ):
-            with pytest.raises(InvalidArgument, match=words):
-                ExpertGroups(a2a, **options)
+            refuses(InvalidArgument, words, lambda: ExpertGroups(a2a, **options))  # noqa: B023
         groups = ExpertGroups(a2a)
         y = torch.zeros(groups.y_shape, dtype=a2a.dtype, device=group.device)
-        with pytest.raises(OutOfOrder, match="gather outside of a round"):
-            groups.gather(other.latest_received)
+        foreign = other.latest_received
+        refuses(OutOfOrder, "gather outside of a round", lambda: groups.gather(foreign))
         received = empty_round(a2a)
-        with pytest.raises(InvalidArgument, match="pass the result of its own dispatch"):
-            groups.gather(other.latest_received)
-        with pytest.raises(OutOfOrder, match="scatter without a gather"):
-            groups.scatter(y)
+        refuses(InvalidArgument, "result of its own dispatch", lambda: groups.gather(foreign))
+        refuses(OutOfOrder, "scatter without a gather", lambda: groups.scatter(y))
         groups.gather(received)
-        with pytest.raises(InvalidArgument, match="y has shape"):
-            groups.scatter(y[1:])
-        with pytest.raises(InvalidArgument, match="y has dtype"):
-            groups.scatter(y.float())
+        refuses(InvalidArgument, "y has shape", lambda: groups.scatter(y[1:]))
+        refuses(InvalidArgument, "y has dtype", lambda: groups.scatter(y.float()))
         groups.scatter(y)
-        with pytest.raises(OutOfOrder, match="scatter without a gather"):
-            groups.scatter(y)
+        refuses(OutOfOrder, "scatter without a gather", lambda: groups.scatter(y))
         groups.gather(received)
         a2a.combine()
-        empty_round(a2a)
-        with pytest.raises(OutOfOrder, match="scatter without a gather"):
-            groups.scatter(y)  # the rows of the round before
+        empty_round(a2a)  # the rows are those of the round before
+        refuses(OutOfOrder, "scatter without a gather", lambda: groups.scatter(y))
         groups.close()
         groups.close()
-        with pytest.raises(OutOfOrder, match="after close"):
-            groups.gather(received)
+        refuses(OutOfOrder, "after close", lambda: groups.gather(received))
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -123,6 +124,11 @@ def test_a_send_is_in_the_timeline(group):
         assert span.start_ns <= span.sent_ns <= span.published_ns <= span.end_ns
 
 
+def refuses(words: str, call: Callable[[], object]) -> None:
+    with pytest.raises(OutOfOrder, match=words):
+        call()
+
+
 @on_ranks(2)
 def test_invalid_input_is_refused_on_the_host(group):
     case = Round(tokens=(4, 4), hidden=512)
@@ -141,36 +147,25 @@ def test_invalid_input_is_refused_on_the_host(group):
     with make(group, case, combine="push") as a2a:
         groups, other = ExpertGroups(a2a), ExpertGroups(a2a)
         y = torch.zeros(groups.y_shape, dtype=a2a.dtype, device=group.device)
-        with pytest.raises(OutOfOrder, match="expects dispatch"):
-            groups.send(y)
+        refuses("expects dispatch", lambda: groups.send(y))
         received = a2a.dispatch(x, ids, weights)
-        with pytest.raises(OutOfOrder, match="send without a gather"):
-            groups.send(y)
+        refuses("send without a gather", lambda: groups.send(y))
         y = results(groups, groups.gather(received), 1, a2a.dtype)
         with pytest.raises(InvalidArgument, match="y has shape"):
             groups.send(y[:, :128].contiguous())
         groups.send(y)
-        for call in (a2a.combine, a2a.combine_send):
-            with pytest.raises(OutOfOrder, match="expects combine_recv"):
-                call()
-        with pytest.raises(OutOfOrder, match="outside of a round"):
-            groups.scatter(y)
-        with pytest.raises(OutOfOrder, match="outside of a round"):
-            groups.gather(received)
-        with pytest.raises(OutOfOrder, match="expects combine_recv"):
-            other.send(y)
-        with pytest.raises(OutOfOrder, match="expects combine_recv"):
-            groups.send(y)
+        for call in (a2a.combine, a2a.combine_send, lambda: other.send(y), lambda: groups.send(y)):
+            refuses("expects combine_recv", call)
+        refuses("outside of a round", lambda: groups.scatter(y))
+        refuses("outside of a round", lambda: groups.gather(received))
         a2a.combine_recv()
         received = a2a.dispatch(x, ids, weights)
-        with pytest.raises(OutOfOrder, match="send without a gather"):
-            groups.send(y)
+        refuses("send without a gather", lambda: groups.send(y))
         groups.gather(received)
         groups.send(y)
         a2a.combine_recv()
         groups.close()
-        with pytest.raises(OutOfOrder, match="after close"):
-            groups.send(y)
+        refuses("after close", lambda: groups.send(y))
 
 
 @on_ranks(3)

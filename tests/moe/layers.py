@@ -93,7 +93,6 @@ class Case:
         return (torch.randn(EXPERTS, generator=generator) * 0.2).to(device)
 
     def inputs_of(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and logits of a rank."""
         generator = torch.Generator().manual_seed(self.seed * 1009 + rank)
         x = torch.randn(self.tokens[rank], self.config.hidden, generator=generator).to(
             self.config.dtype
@@ -178,7 +177,6 @@ class Case:
         )
 
     def check(self, found: torch.Tensor, wanted: torch.Tensor, slack: float = 1.0) -> None:
-        """Compare a result with that of `expected`."""
         limit = slack * tolerance_of(self.config, wanted)
         torch.testing.assert_close(found.float(), wanted, rtol=0, atol=limit)
 

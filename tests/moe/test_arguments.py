@@ -117,7 +117,6 @@ def launched(fn: object, args: Any, ranks: int, device: Any = "cpu", timeout: fl
 
 
 def sizes() -> list[Row]:
-    """Yield rows of functions of numbers."""
     placement, ranks = weft.Placement.blocks(4, 2), from_1(73)
     few = {"max_running_requests": 8, "prefill_tokens": 8}
     torch_group = kind_of_values("x", 7, True, []).optional()
@@ -218,7 +217,6 @@ def experts() -> list[Row]:
 
 
 def operands() -> dict[str, Any]:
-    """Return two experts with four rows each."""
     a, b = torch.randn((8, 128)).to(BF16), torch.randn((2, 128, 128)).to(BF16)
     counts = torch.tensor([4, 4], dtype=torch.int32)
     return {"a": a, "b": b, "counts": counts, "offsets": torch.tensor([0, 4, 8]).int()}
@@ -235,7 +233,6 @@ def pushed(
 
 
 def grouped_gemms() -> list[Row]:
-    """Yield rows of the grouped GEMM and its plans."""
     results = {"bias": torch.zeros((2, 128)), "out": torch.zeros((8, 128), dtype=BF16)}
     scale = kind_of_values(torch.ones((8, 1)), [1.0], "a", True).optional()
     scales = {"a_scale": scale, "b_scale": scale}

@@ -49,7 +49,6 @@ def stacked(*experts: int, config: MoEConfig = CONFIG) -> ExpertWeights:
 
 
 def separate(config: MoEConfig = CONFIG) -> Tensors:
-    """Return gate, up and down of each expert."""
     result: Tensors = {}
     for index, expert in enumerate(experts_of(config)):
         gate, up = expert.gate_up.chunk(2)
@@ -82,7 +81,6 @@ def save(folder: Path, *shards: Tensors) -> Path:
 
 
 def declare(folder: Path, quantization: object) -> None:
-    """Write a config.json that declares the weights' quantisation."""
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
 
 
@@ -207,7 +205,6 @@ def gpt_oss(config: MoEConfig) -> tuple[Tensors, dict[str, torch.Tensor]]:
 
 
 def holds(weights: ExpertWeights, values: dict[str, torch.Tensor], *, packed: bool) -> None:
-    """Whether weights equal these values; matrices also have scales if `packed`."""
     for name, expected in values.items():
         result = getattr(weights, name)
         if packed and name in MATRICES:
@@ -349,7 +346,6 @@ def draw_matrix(chance: torch.Generator, form: Format, rows: int, columns: int) 
 
 
 def declaration(name: str) -> dict[str, Any] | None:
-    """Return the quantization_config of a format."""
     numbers, down, across, _ = FORMATS[name]
     if numbers == "plain":
         return None
@@ -511,7 +507,6 @@ def blocks_alone() -> Tensors:
 
 
 def put(name: str, *size: int, value: float = 1.0, dtype: torch.dtype = torch.float32) -> Change:
-    """Add or replace a tensor of the experts."""
     return lambda t: t.update({f"{NAME}.{name}": torch.full(size, value).to(dtype)})
 
 

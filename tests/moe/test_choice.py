@@ -46,7 +46,6 @@ def result(layer: weft.MoE, rank: int) -> torch.Tensor:
 
 
 def chosen(group: weft.Group) -> list[str]:
-    """Return the choice of "auto" after running the layer and a sibling."""
     with CASE.open(group, **GROUPED) as layer:
         results, got = layer.explain(), result(layer, group.rank)
         layer.check()

@@ -266,7 +266,6 @@ OPTIONAL_OF = {
 
 
 def other_value(value: Any) -> Any:
-    """Another value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):

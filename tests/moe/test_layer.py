@@ -153,7 +153,6 @@ def test_overlaps_of_processes(ranks, kind, mode):
 
 @BOTH
 def test_processes(ranks, mode):
-    """Test processes, the default device of `weft.launch`."""
     case = Case(CONFIGS["deepseek"], tokens=(5, 0))
     ranks(2, "cpu")(rounds, case, {"mode": mode, "overlap": "shared_expert"})
 
@@ -183,7 +182,6 @@ def test_any_routing(group, mode):
 @BOTH
 @on_ranks(2, [THREADS])
 def test_tokens_are_sent_before_the_shared_expert_runs(group, mode):
-    """Tokens are sent before the shared expert runs; only the first call tries a row of it."""
     case, seen = Case(CONFIGS["deepseek"], tokens=(3, 2)), []
     shared = case.shared(group.device)
     assert shared is not None

@@ -40,7 +40,6 @@ def call(layer: MoE, seed: int) -> None:
 
 
 def lose(survivors: Survivors, layer: MoE, rank: int) -> None:
-    """Kill a rank during the calls of the others."""
     survivors.barrier()
     if survivors.group.rank == rank:
         die()

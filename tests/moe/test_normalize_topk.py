@@ -52,7 +52,6 @@ def cases(device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, A
 
 
 def wanted(ids: torch.Tensor, weights: torch.Tensor, options: dict[str, Any]) -> Routed:
-    """Return the expected result, entry by entry."""
     out_ids, out = ids.tolist(), weights.float().tolist()
     count = int(options.get("num_tokens", torch.tensor([TOKENS])))
     for t, row in enumerate(ids.tolist()):

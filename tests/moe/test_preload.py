@@ -31,7 +31,6 @@ MOST = (0, 8, 64, 5000)
 
 
 def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool) -> RowsByExpert:
-    """Return rows by expert, all of them empty."""
     x = torch.zeros(*rows, config.hidden).to(FP8 if fp8 else config.dtype)
     scales = (torch.zeros(*rows, config.hidden // 128),) if fp8 else ()
     ends = torch.zeros(experts + 1, dtype=torch.int32)
@@ -57,7 +56,6 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
-    """Return the shapes of the GEMMs that were called."""
     kinds: set[GemmShape] = set()
 
     def compute(call: GemmCall, plan: GemmPlan | WgmmaPlan) -> None:

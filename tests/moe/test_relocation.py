@@ -81,8 +81,6 @@ def moved(group: weft.Group, name: str, options: dict[str, Any]) -> list[int]:
 
 
 class SmallHeap(Heap):
-    """A heap that refuses requests beyond STAGING_BYTES."""
-
     @classmethod
     def create(cls, group: weft.Group, size: int) -> Heap:
         assert size <= relocation.STAGING_BYTES
@@ -210,7 +208,6 @@ def test_weights_of_the_caller(group):
 
 @on_ranks(2, [CUDA])
 def test_graphs_work_after_a_relocation(group):
-    """A graph that was captured before a move works after it."""
     case, first, second = Case(CONFIGS["softmax"], tokens=(16, 9)), FIRST, SECOND
     with open_layer(group, case, first) as layer:
         x, logits = case.inputs_of(group.rank, group.device)

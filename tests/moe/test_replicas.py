@@ -30,7 +30,6 @@ def zipf(experts: int, exponent: float, seed: int) -> list[float]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[float], int, int]:
-    """Draw matching loads, ranks and replicas."""
     ranks = draw(st.integers(1, 8))
     load = st.one_of(st.just(0.0), st.floats(1e-6, 1e9), st.integers(0, 5).map(float))
     loads = draw(st.lists(load, min_size=1, max_size=24))

@@ -147,7 +147,6 @@ ROWS = 9  # two CTAs and a quarter
 
 @pytest.fixture(scope="module")
 def kernels() -> Emulated:
-    """Return one function for each rule."""
     entries = "".join(
         entry(f"route_{i}", "RouteArgs", f"route<{rule.to_cpp()}>", ranks=None)
         for i, rule in enumerate(RULES.values())
