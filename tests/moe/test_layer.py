@@ -152,12 +152,6 @@ def test_overlaps_of_processes(ranks, kind, mode):
 
 
 @BOTH
-def test_processes(ranks, mode):
-    case = Case(CONFIGS["deepseek"], tokens=(5, 0))
-    ranks(2, "cpu")(rounds, case, {"mode": mode, "overlap": "shared_expert"})
-
-
-@BOTH
 @on_ranks(3, [THREADS])
 def test_any_routing(group, mode):
     """Run many rounds in one layer: ties, hot experts, idle experts, uneven batches."""
