@@ -249,6 +249,22 @@ def test_rounds_and_refusals(ranks: Any) -> None:
         assert all(text in error for error in results)
 
 
+def run_stage(group: weft.Group, form: str) -> float:
+    """Ranks 0 and 1 are the first pipeline stage, 2 and 3 the second, each with an EP group."""
+    group.process_group()
+    stages = [torch.distributed.new_group([first, first + 1]) for first in (0, 2)]
+    pair = weft.Group.from_torch(stages[group.rank // 2], device=group.device)
+    worker = Worker(pair, form)
+    return max(  # one stage may be ahead of the other
+        worker.distance(tokens(sizes[pair.rank], 10 * turn + group.rank), sizes)
+        for turn, sizes in enumerate(([3, 1], [0, 40]))
+    )
+
+
+def test_pipeline_stages_have_groups_beside_each_other(ranks: Any) -> None:
+    assert max(map(max, launch_cases(ranks, 4, *((run_stage, form) for form in FORMS)))) < CLOSE
+
+
 def lose_rank_1(group: weft.Group) -> tuple[list[bool], list[str]]:
     """Rank 1 is killed between two steps; rank 0 makes no further step."""
     ended: list[bool] = []
