@@ -18,7 +18,7 @@ from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin, nvrtc_version
 pytestmark = pytest.mark.slow
 
 EPILOGUES = ("store", "push", "gated_fp8")
-FLAG_IN_DATA = (64, 128, 256)  # block_m whose pushed rows have flag-in-data here
+FLAG_IN_DATA = (64, 128, 160, 256)  # block_m whose pushed rows have flag-in-data here
 
 
 def heights_of(block_ms: tuple[int, ...]) -> list[tuple[str, int]]:
@@ -142,10 +142,10 @@ def test_its_code_is_tensor_cores_and_whole_vectors(epilogue: str):
 
     Nothing is called: with a call in the kernel, warps yield at the head of every loop.
     """
-    code = disassemble(compiled(fp8_shape(epilogue, 128))[0])
+    code = disassemble(compiled(fp8_shape(epilogue, 160))[0])
     assert not re.search(r"\bCALL\b", code)
     shapes = {int(n) for n in re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3", code)}
-    assert shapes == set(wgmma_n_sizes(128))
+    assert shapes == set(wgmma_n_sizes(160))
     assert "UTMALDG.2D.MULTICAST" in code
     strong = re.findall(r"STG?\.E\.128\.STRONG\.SYS", code)
     assert bool(strong) == (epilogue == "push"), "rows with flag-in-data are stored at system scope"
