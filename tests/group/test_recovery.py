@@ -232,9 +232,12 @@ def test_a_rank_with_closed_descriptors_reports_no_death(group, opens):
         with contextlib.suppress(errors.RecoveryFailed):
             group.recover(timeout=LONG)
         time.sleep(LONG)
-    what = "took a living rank for dead" if opens else "neither called recover nor ended"
+    what = "neither called recover nor ended"
+    if opens:
+        time.sleep(2.0)  # rank 1 recovers first; where others wait already, it cannot tell them
+        what = f"(took a living rank for dead|{what})"
     with pytest.raises(errors.RecoveryFailed, match=rf"^rank 1 \(pid \d+\) {what}") as early:
-        group.recover(timeout=60.0 if opens else 1.0)  # rank 1 says so, or nothing
+        group.recover(timeout=20.0 if opens else 1.0)
     assert "end the process, or call recover again with suspects=[1]" in str(early.value)
     survive(group, [1], suspects=[1])
 
