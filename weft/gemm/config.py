@@ -44,11 +44,12 @@ SHARED_BYTES = (227 * 1024, 113 * 1024, 75 * 1024)  # per CTA, with one, two and
 # With one expert, tiles of 128 rows are faster than 160, and 64 or 128 faster than 96, at any
 # number of rows; tiles of 256 take 1 % less time from 4096 rows on (one H200, 2026-11-21).
 ONE_EXPERT_BLOCK_MS = (128, 64, 32)
-# Maximum mean for which a block_m is fastest in FP8 with random numbers of rows, also where wide
-# tiles fill their rounds. Other values of block_m are limited by the number of rows that nearly no
-# expert exceeds. (At 48, wide tiles of 128 take 1 to 9 % less time than 64 or 96, and at 112 4 to
-# 10 % less than 160. At 124, 160 takes up to 5 % less than 128, and at 144 6 to 10 % less than 256.
-# Where wide tiles do not fill their rounds, 96 takes 2 to 10 % less at 64. One H200, 2026-11-28.)
+# Maximum mean for which a block_m is fastest in FP8 with random numbers of rows; the second table
+# is for sizes whose wide tiles fill their rounds. Other values of block_m are limited by the number
+# of rows that nearly no expert exceeds. (At 48, wide tiles of 128 take 1 to 9 % less time than 64
+# or 96, and at 112 5 to 11 % less than 160. At 124, 160 takes up to 5 % less than 128, and at 144
+# 6 to 10 % less than 256. Where wide tiles do not fill their rounds, 96 takes 4 to 10 % less than
+# 128 at 64. One H200, 2026-11-28.)
 FP8_MAX_MEAN = {128: 104, 160: 144}
 FP8_WIDE_MAX_MEAN = {64: 32, 96: 32, 128: 120, 160: 144}
 COARSE_ROWS = 768  # from this mean on, a plan changes only at multiples of 64 rows

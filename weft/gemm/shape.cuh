@@ -94,8 +94,8 @@ struct GemmShape {
     }
     constexpr bool has_split_m() const { return is_fp8() && block_m == weft::split_m; }
     // Whether each CTA takes 256 weight rows of a tile. Rows then pass from L2 half as often, which
-    // limits tiles of 48 to 120 rows: 7 to 16 % less time (H200, 2026-11-28). With one expert there
-    // would be too few tiles.
+    // limits tiles of 48 to 120 rows: up takes 2 to 16 % less time (H200, 2026-11-28). With one
+    // expert there would be too few tiles.
     constexpr bool has_wide_n() const { return is_fp8() && block_m == normal_m && experts > 1; }
     // Stages with room for split tiles are few, and the round trip of a stage takes longer than a k
     // block of few rows. Without gating there are few k blocks, and high tiles took 2 % longer
