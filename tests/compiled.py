@@ -4,8 +4,6 @@
 None rounds twice between two calls of weft, because a fusing compiler may omit one rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

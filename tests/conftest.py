@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures: `ranks(n, device)` runs one body on n ranks, `weft_command` runs the CLI."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@
 Some stream is captured all the time: `unsafe` lists the calls that were not in relaxed mode.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

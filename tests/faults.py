@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fault injection at the fault points (device/fault.cuh) of kernels that are built with FAULTS."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.headers import HEADER_BYTES, Header

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference of expert grouping as plain loops, and inboxes that tests fill by hand."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

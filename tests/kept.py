@@ -4,8 +4,6 @@
 Its name has a digest of all sources and of the compiler: weft's own cache keys are under test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of ranks that one test body runs on."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds of the low-latency all-to-all whose every byte is known, for all device kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@
 A space in a regular expression matches any white space.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 A test of a deadline sets it with `hurry` just before the wait that must exceed it.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Protocol
 

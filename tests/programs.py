@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """C++ programs of tests, compiled once per source text, options and weft headers."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every public object in every mode, independent of torch's default device and dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`@on_ranks(3, "cpu")` runs a test's body on every rank of a launch."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -4,8 +4,6 @@
 They take most of the time of a small test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 

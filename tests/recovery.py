@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Survivors of killed ranks, which agree on the dead: shared by recovery tests."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Callable, Iterable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds that return results in two ways, which must agree bit by bit."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds that draw rows and count wrong words on the device, so that graphs can capture them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

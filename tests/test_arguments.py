@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every argument of every operator call, with every value that it must refuse."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line on CPU ranks."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """No object of weft depends on torch's default device, dtype or modes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

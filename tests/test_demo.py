@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: a trained model on CPU ranks, its comparison, failing verdicts and refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The doctor: on this machine, on a simulated one with GPUs, and its report."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import operator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Domains of more than 32 ranks, up to 72, where a rank set takes several words."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from contextlib import ExitStack, suppress

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random arguments of public calls raise weft's usage errors or work, and break no group."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The installed distribution: pip's wheel, torch's version, and foreign packages named weft."""
 
-from __future__ import annotations
-
 import email
 import email.message
 import json

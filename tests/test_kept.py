@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A kept cache serves a checkout until something changes that compiled code depends on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leases: which layers share a workspace, and when it is freed."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

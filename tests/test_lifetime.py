@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`close` frees memory at once, and no object of weft waits for the garbage collector."""
 
-from __future__ import annotations
-
 import gc
 from types import FunctionType, ModuleType
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logged decisions, and when nothing is logged."""
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any

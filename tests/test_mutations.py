@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every fault of the table still matches the kernel sources; fails before the slow tests do."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.mutations import TABLES, source_of

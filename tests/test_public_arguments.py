@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every public call has a row of hostile arguments, or is listed here, and explains misspelling."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused all-reduce equals the reference bit by bit for every backend, size and epilogue."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invalid arguments, late ranks, and ranks with another call: the same bits, or a typed error."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference of the fused all-reduce, compared with torch's arithmetic."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One-shot kernels with a resident grid, and the division of rows, compiled for CPUs."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls with the key of a checked call skip the checks: the same bits and the same refusals."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import replace

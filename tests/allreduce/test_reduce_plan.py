@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backends, launch plans, and launches of the fused all-reduce with a recording driver."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

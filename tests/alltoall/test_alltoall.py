@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds of every byte known, in every way of combining, on every kind of ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@
 That the kernels give the reference's bits in every launch shape is in test_alltoall.py.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from typing import Any

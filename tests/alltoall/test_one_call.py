@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call at a time, from one process; abort and close from any thread."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing, layout, placement, plans and capacity, by properties."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invalid input beside that of test_arguments.py is refused, or dropped and reported."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

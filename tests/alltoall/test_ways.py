@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways of rows: quantised, in fewer slots, stored by experts; statistics; the order of calls."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/accept.sh with a stand-in of python: its steps, their GPUs, and its exit status."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

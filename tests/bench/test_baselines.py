@@ -5,8 +5,6 @@ The adapters run with weft.compat's version of the libraries' calls. On a machin
 libraries, each is checked before it is timed.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

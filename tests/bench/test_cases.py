@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every benchmark on CPU ranks: checks, timings, reports, detected faults, refused settings."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

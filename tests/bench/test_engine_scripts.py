@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine benchmarks, from a server to a table, on stand-ins of engines."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From samples to rows, tables, files and pictures, with the code's version and floors."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/compat/run_rivals_tests.py with small programs: each is run, counted and ended."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

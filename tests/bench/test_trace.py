@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clocks of ranks: skews from causality, and traces that Perfetto loads, on one clock."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes, inputs, experts and objects of the compat classes."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """flashinfer.comm's all-reduce calls and workspaces: every pattern, bit by bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every argument of the compat calls, with every value that it must refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """flashinfer.comm's all-to-all: rounds exact to the byte, shared workspaces, and their groups."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

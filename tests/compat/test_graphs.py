@@ -5,8 +5,6 @@ A layer runs once, is captured, and its graph is replayed with other tokens, ids
 same tensors. On CPU ranks, which have no graphs, the same calls are made again instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

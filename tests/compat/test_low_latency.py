@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """deep_ep's low-latency calls: rows that name rank and token, and the sequences of callers."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

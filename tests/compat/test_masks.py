@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drop-ins' masks: those of the group, which change when it recovers from a death."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

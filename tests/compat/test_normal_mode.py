@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """deep_ep's normal mode, compared with plain torch: rows, ids, weights, counts and sums."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, NamedTuple
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels that pack and return rows, in the emulator, equal the CPU kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@
 Except for blocks with an Inf or a NaN, which are NaN, and triton_dist's zeros, which stay zeros.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

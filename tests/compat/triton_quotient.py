@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Division as Triton's kernels compute it on a GPU."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scales of FP8 blocks, which GPUs divide for in their own way, are those of a division."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a wait polls, its deadline, and the ranks that it does not blame."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

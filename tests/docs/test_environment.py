@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment page lists every variable that weft reads, and quotes weft's errors."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every relative link of README and docs leads to a file, and to a heading in it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """README's sample and the examples run, samples import existing names, and commands parse."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The site builds without a warning and shows every public name, without importing weft."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

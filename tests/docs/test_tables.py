@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every figure of the docs' result tables is in a file of benchmarks/."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

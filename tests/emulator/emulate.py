@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA kernels compiled for a CPU, with the interface of a library's entries."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import subprocess

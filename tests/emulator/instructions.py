@@ -4,8 +4,6 @@
 An instruction that is not known here is an error.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 

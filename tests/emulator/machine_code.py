@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machine code, reduced to its accesses to memory that others see."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import struct

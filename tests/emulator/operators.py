@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels of both all-to-alls and of grouping, compiled for a CPU, as entries."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from collections.abc import Sequence

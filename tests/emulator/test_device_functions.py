@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device functions called directly, at sizes that emulated kernels do not reach."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The all-reduce's kernels in the emulator give the reference's bits in every launch shape."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

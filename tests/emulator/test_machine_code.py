@@ -4,8 +4,6 @@
 The emulated kernels show which word is accessed by which verb (watch.py).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The emulator's race detection: messages between ranks with each kind of fault."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory accesses of emulated kernels: all strong accesses and vectors, and their races."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hopper's grouped GEMM compiled for a CPU, in place of the reference."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from collections.abc import Iterable

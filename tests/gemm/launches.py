@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls on CPU tensors that take the GPU path up to their launches."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 

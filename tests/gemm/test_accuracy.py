@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error of the FP8 GEMM against fp64 products of the same FP8 operands."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

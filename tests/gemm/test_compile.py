@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """PTX and cubin of Hopper's kernel, without a GPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -6,8 +6,6 @@ be 1 before Triton is imported: test_compile.py starts this file once more with 
 has no bfloat16.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

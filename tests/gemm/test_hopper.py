@@ -5,8 +5,6 @@ The tensor cores' last bits are theirs, so only the GPU tests compare with the b
 kernel. Triton's has no MXFP4 weights: there all tiles make one result.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Iterator

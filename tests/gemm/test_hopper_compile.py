@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hopper's grouped GEMM compiles without a GPU and spills nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hopper's grouped GEMM on a GPU: graphs, chains of kernels and captures."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

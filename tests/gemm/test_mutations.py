@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The emulated cluster detects every fault of the table in the grouped GEMM."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP4 weights: rounding, packing, decoding, and refused tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans: the existing ones, and their numbers of tiles."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

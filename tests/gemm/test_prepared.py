@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Equal calls skip the check; a change of anything that the check reads makes another call."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals of grouped GEMMs, before anything runs, with both values in the text."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable

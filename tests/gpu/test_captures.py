@@ -4,8 +4,6 @@
 `weft.cuda.driver.relaxed_capture` says why it works.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

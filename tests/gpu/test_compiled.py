@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled graphs on GPUs, with inductor and its CUDA graphs, give the bits of eager calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs of several sizes, replayed in any order between eager calls; CPU ranks rehearse them."""
 
-from __future__ import annotations
-
 import random
 import time
 from typing import Any

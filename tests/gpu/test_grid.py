@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole grid of sizes on all GPUs, bitwise equal to the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several hosts on GPUs: ranks of one machine that WEFT_HOST separates, with NCCL between them."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@
 The bodies are in tests/moe/overlapping.py, and CPU ranks rehearse them.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

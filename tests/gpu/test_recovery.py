@@ -4,8 +4,6 @@
 CPU ranks rehearse it without graphs; ranks may share one GPU.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

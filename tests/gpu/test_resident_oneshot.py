@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One shot of more tokens than fit on a GPU at once, in each form; ranks share a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

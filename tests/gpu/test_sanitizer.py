@@ -4,8 +4,6 @@
 Inputs are made on the CPU: the sanitizer patches every module that a torch kernel brings.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that a caller's kernel stores at their owners, in replayed graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

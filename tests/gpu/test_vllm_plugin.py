@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM plug-in on GPUs, with the stand-in's layers: CUDA graphs of several sizes and eager."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -4,8 +4,6 @@
 Whether a GPU orders memory as they need is for the tests with the gpu marker.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouping of inboxes that are filled by hand: every row, position and untouched byte."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings

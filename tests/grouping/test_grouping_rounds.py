@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouping as part of whole rounds: exact sums, a grouped GEMM, graphs, refusals, memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

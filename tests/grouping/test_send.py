@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results that one kernel sums and sends have the bits of scatter."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

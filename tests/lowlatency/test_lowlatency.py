@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-latency rounds whose every byte is known, on every kind of ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of a low-latency all-to-all: orders, refusals beside test_arguments.py, and false words."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

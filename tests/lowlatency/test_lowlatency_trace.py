@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiled low-latency rounds: the teams' records, and the files for Perfetto."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic task, and its trained checkpoint."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from itertools import islice

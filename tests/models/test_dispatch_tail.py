@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """models/ordering/tail.cu compiles, and on two GPUs the ordered tails lose no word."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every PTX litmus test has its expected verdict, computed here and recorded from Dartagnan."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Promela models: right variants have no error, wrong ones the named error."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts from checkpoints: layouts, quantisation, declarations, reads, and invalid files."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

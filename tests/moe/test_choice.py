@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modes, overlaps and GEMMs that "auto" chooses, and options that reach the exchange."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gating, single experts, also in FP8, and refused experts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

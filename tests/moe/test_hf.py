@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MoEConfig.from_hf: published configs, and refused ones."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer against the dense reference: every rule, wire format and overlap, in both modes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

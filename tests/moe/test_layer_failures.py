@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invalid layers, invalid calls and missing peers raise typed errors and never hang."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any

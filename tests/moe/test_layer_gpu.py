@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer on GPUs: the CPU tests in few launches, and captured graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank dies: replicas continue the layer, or lost experts are named or dropped."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

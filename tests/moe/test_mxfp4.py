@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer with MXFP4 experts: results, replicas and refused weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

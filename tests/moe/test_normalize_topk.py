@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routings of callers: every form is converted to dispatch's, equally on all devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU versions of the rounds that tests/gpu/test_overlap_graphs.py runs on GPUs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer's experts load at construction all kernels that calls may need."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas of experts: which rank uses which replica, and how experts move."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

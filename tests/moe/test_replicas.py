@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas of experts: every placement is valid and balanced."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

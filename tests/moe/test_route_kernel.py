@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing kernel against torch: compiled, emulated on a CPU, and on GPUs."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator

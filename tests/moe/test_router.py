@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers against plain loops over Python numbers: any rule and logits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, get_args

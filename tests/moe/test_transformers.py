@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random models of transformers: MoE blocks, loaded from files, against the reference."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

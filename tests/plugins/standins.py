@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers for the tests of both engines' plug-ins: stand-ins, launches, logs."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import math

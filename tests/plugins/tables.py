@@ -6,8 +6,6 @@ name, the versions that agree, the parameters in brackets where weft relies on t
 attributes or fields that weft uses and the wheel has. Rows of wheels that are not given stay.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import sys

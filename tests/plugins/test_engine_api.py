@@ -4,8 +4,6 @@
 WEFT_SGLANG_SITE and WEFT_VLLM_SITE are folders with a wheel's package and metadata.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import tomllib

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random models of transformers with weft: logits and text compared with one process."""
 
-from __future__ import annotations
-
 import os
 import sys
 import types

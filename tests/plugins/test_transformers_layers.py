@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer of experts of transformers' shape with weft, without importing a model."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/check_cpp.py: every rule refuses its violations and accepts the rest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

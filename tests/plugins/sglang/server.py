@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of the stand-in on one rank, served by weft, and the same model in plain torch."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

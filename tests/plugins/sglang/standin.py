@@ -4,8 +4,6 @@
 All of SGLang's modules are this one; `tests.plugins.standins` says how.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections import namedtuple

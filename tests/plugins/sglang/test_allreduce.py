@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's tensor parallelism with weft, against torch, and the sums that remain SGLang's."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

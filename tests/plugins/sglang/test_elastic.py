@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Surviving ranks stay in step, and SGLang routes around the dead ones."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

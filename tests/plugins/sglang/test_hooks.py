@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks before SGLang is patched, its flags with weft, and refused experts."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

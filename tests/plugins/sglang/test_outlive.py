@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server of the stand-in continues after one of its ranks is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks before vLLM gets weft's layer, and refused servers and layers."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of the stand-in on CPU ranks with weft, compared with plain torch in one process."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of the stand-in on one rank with weft, and the same layers in plain torch."""
 
-from __future__ import annotations
-
 import functools
 import os
 from types import SimpleNamespace
