@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every argument of layers, routers, experts and the grouped GEMM, with every hostile value."""
 
+from __future__ import annotations  # the wrappers below are checked by their annotations
+
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
