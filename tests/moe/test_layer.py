@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer against the dense reference: every rule, wire format and overlap, in both modes."""
+"""The layer against the dense reference: every rule, wire format and overlap, in both modes.
+
+A test of GPUs runs all its cases in one launch.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,9 +11,10 @@ import pytest
 import torch
 
 import weft
-from tests.kinds import THREADS, on_ranks
+from tests.kinds import CUDA, THREADS, on_ranks
 from tests.moe.layers import CONFIGS, EXPERTS, WIDER, Case, ordinary_bytes, tolerance_of
 from tests.rounds import bits
+from tests.steps import capture_body
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
 from weft.moe import MODES, OVERLAPS
 from weft.moe.experts.grouped_experts import GroupedExperts
@@ -65,32 +69,35 @@ BOTH = pytest.mark.parametrize("mode", MODES)
 
 
 @BOTH
-@pytest.mark.parametrize("name", list(CONFIGS))
-def test_every_rule(ranks, name, mode):
-    case = Case(replace(CONFIGS[name], dtype=torch.float32), tokens=(9, 0, 4))
-    ranks(3, "threads")(rounds, case, {"mode": mode})
+@on_ranks(3)
+def test_every_rule(group, mode):
+    for config in CONFIGS.values():
+        for dtype in (torch.float32, torch.bfloat16):
+            rounds(group, Case(replace(config, dtype=dtype), tokens=(9, 0, 4)), {"mode": mode})
+    half = replace(CONFIGS["gpt-oss"], dtype=torch.float16)
+    rounds(group, Case(half, tokens=(5, 7, 0)), {"mode": mode, "gemm": "torch"})
 
 
 # Dispatch quantises as the reference does, to the bit. A row pushed back as FP8 is rounded to 2^-4
 # of itself at worst, sixteen halves of a bf16 unit.
-WIRES: dict[str, tuple[dict[str, Any], float]] = {
-    "fp8 out": ({"quantize": "fp8"}, 1.0),
-    "mxfp8 out": ({"quantize": "mxfp8"}, 1.0),
-    "fp8 back": ({"combine_dtype": "fp8"}, 16.0 / 5),
-    "fp8 both ways": ({"quantize": "fp8", "combine_dtype": "fp8"}, 16.0 / 5),
-    "a map": ({"expert_map": [1, 0, 1, 1, 0, 0, 1, 1]}, 1.0),
-    "a rank without experts": ({"expert_map": [1] * 8}, 1.0),
-    "a rank without experts, fp8": ({"expert_map": [1] * 8, "quantize": "fp8"}, 1.0),
-}
-CARRIED = [(m, wire) for m in MODES for wire in WIRES if (m, wire) != ("low_latency", "mxfp8 out")]
+WIRES: tuple[tuple[dict[str, Any], float], ...] = (
+    ({"quantize": "fp8"}, 1.0),
+    ({"quantize": "mxfp8"}, 1.0),
+    ({"combine_dtype": "fp8"}, 16.0 / 5),
+    ({"quantize": "fp8", "combine_dtype": "fp8"}, 16.0 / 5),
+    ({"expert_map": [1, 0, 1, 1, 0, 0, 1, 1]}, 1.0),
+    ({"expert_map": [1] * EXPERTS}, 1.0),  # two ranks without experts
+    ({"expert_map": [1] * EXPERTS, "quantize": "fp8"}, 1.0),
+)
 
 
-@pytest.mark.parametrize(("mode", "wire"), CARRIED)
-def test_every_wire(ranks, mode, wire):
-    options, slack = WIRES[wire]
+@BOTH
+@on_ranks(3)
+def test_every_wire(group, mode):
     case = Case(CONFIGS["deepseek"], tokens=(6, 3, 0))
-    inputs = {"mode": mode, "gemm": "torch", "overlap": "shared_expert", **options}
-    ranks(3, "threads")(rounds, case, inputs, slack)
+    for options, slack in WIRES:
+        if (mode, options.get("quantize")) != ("low_latency", "mxfp8"):
+            rounds(group, case, {"mode": mode, "overlap": "shared_expert", **options}, slack)
 
 
 DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
@@ -130,23 +137,19 @@ OVERLAPPED: list[tuple[weft.MoEConfig, dict[str, Any], tuple[str, ...]]] = [
     (DEEP, {"gemm": "torch"}, ("low_latency",)),
     (BIASED, GROUPED, MODES),
     (BIASED, {"gemm": "torch"}, ("throughput",)),
+    (PAIRS, FP8, ()),
+    (replace(DEEP, dtype=torch.float16), GROUPED, ()),
 ]
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "mode"), [(c, o, mode) for c, o, modes in OVERLAPPED for mode in modes]
-)
-def test_every_overlap_gives_the_same_bits(ranks, config, options, mode):
-    ranks(3, "threads")(one_result, Case(config, tokens=(9, 0, 4)), {**options, "mode": mode})
-
-
 @BOTH
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
-)
-def test_overlaps_of_processes(ranks, kind, mode):
-    ranks(3, kind)(one_result, Case(PAIRS, tokens=(9, 0, 4)), {**FP8, "mode": mode})
+@on_ranks(3, timeout=3000.0)
+def test_every_overlap_gives_the_same_bits(group, mode):
+    for config, options, modes in OVERLAPPED:
+        if group.device.type == "cuda" and mode == "low_latency":
+            config = replace(config, hidden=PAIRS.hidden)
+        if group.device.type == "cuda" or mode in modes:
+            one_result(group, Case(config, tokens=(9, 0, 4)), {**options, "mode": mode})
 
 
 @BOTH
@@ -190,10 +193,9 @@ def test_tokens_are_sent_before_the_shared_expert_runs(group, mode):
     assert seen == [False, True, False, True]
 
 
-def padded_tokens(group: weft.Group, name: str, options: dict[str, Any]) -> None:
+def padded_tokens(group: weft.Group, case: Case, mode: str) -> None:
     """Padding of any content reaches no expert; a NaN logit affects its own token only."""
-    case = Case(CONFIGS[name], tokens=(6, 5))
-    with case.open(group, **options) as layer:
+    with case.open(group, mode=mode) as layer:
         x, logits = case.inputs_of(group.rank, group.device)
         clean, padded = layer(x, logits), logits.clone()
         padded[3:] = float("nan")
@@ -221,19 +223,19 @@ def padded_tokens(group: weft.Group, name: str, options: dict[str, Any]) -> None
         layer.check()
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [*((name, "throughput") for name in CONFIGS), ("softmax", "low_latency"),
-     ("llama", "low_latency"), ("deepseek", "low_latency")],
-)  # fmt: skip
-def test_padding_and_nan(ranks, name, mode):
-    ranks(2, "threads")(padded_tokens, name, {"mode": mode})
+@BOTH
+@on_ranks(2)
+def test_padding_and_nan(group, mode):
+    for config in CONFIGS.values():
+        padded_tokens(group, Case(config, tokens=(6, 5)), mode)
 
 
-def siblings(group: weft.Group, options: dict[str, Any]) -> None:
+@BOTH
+@on_ranks(2)
+def test_siblings_share_one_workspace(group, mode):
     """Run two layers of one workspace in turn, many times; its sizes are known."""
     case, device = Case(CONFIGS["deepseek"], tokens=(4, 6)), group.device
-    with case.open(group, **options) as first:
+    with case.open(group, mode=mode) as first:
         held = ordinary_bytes(first)
         weights = case.weights(first.local_experts, device, first=50)
         shared, correction = case.shared(device), case.correction(device)
@@ -253,15 +255,10 @@ def siblings(group: weft.Group, options: dict[str, Any]) -> None:
         settle(group)
 
 
-@BOTH
-def test_siblings_share_one_workspace(ranks, mode):
-    ranks(2, "threads")(siblings, {"mode": mode})
-
-
-def few_rows(group: weft.Group, room: int, options: dict[str, Any]) -> None:
+def few_rows(group: weft.Group, options: dict[str, Any]) -> None:
     """Rows beyond max_rows count as zero and are reported; the next round is complete."""
     case = Case(replace(DEEP, shared=0), tokens=(16, 16))
-    with case.open(group, max_rows=room, **options) as layer:
+    with case.open(group, mode="throughput", max_rows=16, **options) as layer:
         x, logits = case.inputs_of(group.rank, group.device)
         hot = torch.full_like(logits, -9.0)
         hot[:, :3] = 9.0 - torch.arange(3.0, device=x.device)  # experts of rank 0
@@ -270,7 +267,7 @@ def few_rows(group: weft.Group, room: int, options: dict[str, Any]) -> None:
         settle(group)
         assert bool(out.isfinite().all())
         if group.rank == 0:
-            with pytest.raises(TokenOverflow, match=str(room)):
+            with pytest.raises(TokenOverflow, match="16"):
                 layer.check()
         layer.check()
         one = hot[:1]
@@ -279,16 +276,21 @@ def few_rows(group: weft.Group, room: int, options: dict[str, Any]) -> None:
         layer.check()
 
 
+TORCH: dict[str, Any] = {"gemm": "torch", "overlap": "none"}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"gemm": "torch", "overlap": "none"}, {**GROUPED, "overlap": "none"},
-     {**GROUPED, "overlap": "gemm_push"}],
-)  # fmt: skip
-def test_rows_beyond_max_rows(ranks, options):
-    ranks(2, "threads")(few_rows, 16, {**options, "mode": "throughput"})
+    ("kind", "options"),
+    [("threads", TORCH), pytest.param("cuda", TORCH, marks=pytest.mark.gpu)]
+    + [("threads", {**GROUPED, "overlap": overlap}) for overlap in ("none", "gemm_push")],
+)
+def test_rows_beyond_max_rows(ranks, kind, options):
+    ranks(2, kind)(few_rows, options)
 
 
-def by_hand(group: weft.Group, overlap: str) -> None:
+@pytest.mark.parametrize("overlap", ["none", "gemm_push"])
+@on_ranks(2)
+def test_low_latency_rounds_by_hand(group, overlap):
     """A round of single steps has the bits of a call; a call in its middle is refused.
 
     Rows that are pushed: experts of a broken group store nothing.
@@ -334,6 +336,48 @@ def by_hand(group: weft.Group, overlap: str) -> None:
             group.barrier()
 
 
-@pytest.mark.parametrize("overlap", ["none", "gemm_push"])
-def test_low_latency_rounds_by_hand(ranks, overlap):
-    ranks(2, "threads")(by_hand, overlap)
+def replayed(group: weft.Group, case: Case, replays: int, **options: Any) -> None:
+    """Replay one graph with new tokens, routing and counts."""
+    fp8 = bool(options.get("fp8"))
+    with case.open(group, **options) as layer:
+        x, logits = case.inputs_of(group.rank, group.device)
+        count = torch.tensor([16], dtype=torch.int32, device=group.device)
+        out = torch.empty_like(x)
+
+        def call() -> None:
+            layer(x, logits, num_tokens=count, out=out)
+
+        replay = capture_body(group, call)
+        for seed in range(1, replays + 1):
+            values = case.next(seed=seed).inputs_of(group.rank, group.device)
+            for place, value in zip((x, logits), values, strict=True):
+                place.copy_(value)
+            real = (16, 1, 0, 7, 13)[(seed - 1) % 5]
+            count.fill_(real)
+            out.fill_(float("nan"))
+            poison(layer)
+            replay()
+            settle(group)
+            layer.check()
+            if not fp8:
+                case.check(out[:real], case.expected(layer, x[:real], logits[:real]))
+            eager = layer(x, logits, num_tokens=count)
+            settle(group)
+            assert torch.equal(bits(eager[:real]), bits(out[:real]))
+
+
+@BOTH
+@on_ranks(2, [CUDA], timeout=300.0)
+def test_replays_follow_tokens_routing_and_counts(group, mode):
+    graphs = [
+        *(("deepseek", gemm, each) for gemm in ("grouped", "torch") for each in OVERLAPS[:2]),
+        *(("gpt-oss", "grouped", "none"), ("llama", "grouped", "shared_expert")),
+        ("deepseek", "grouped", "gemm_push"),
+    ]
+    if mode == "low_latency":
+        graphs.append(("gpt-oss", "grouped", "gemm_push"))
+        for overlap in ("shared_expert", "gemm_push"):
+            replayed(group, Case(PAIRS, tokens=(16, 16)), 39, fp8=True, overlap=overlap, mode=mode)
+    for name, gemm, overlap in graphs:
+        case = Case(CONFIGS[name], tokens=(16, 16))
+        replayed(group, case, 5, gemm=gemm, overlap=overlap, mode=mode)

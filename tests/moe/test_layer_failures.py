@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invalid layers, invalid calls and missing peers raise typed errors and never hang."""
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from weft.errors import (
     PeerTimeout,
     TokenOverflow,
 )
-from weft.moe import MoEConfig, Routing
+from weft.moe import OVERLAPS, MoEConfig, Routing
 
 CASE = Case(CONFIGS["deepseek"], tokens=(4, 6))
 PLAIN = CONFIGS["softmax"]
@@ -53,7 +52,9 @@ def test_invalid_layers_are_refused(group):
             CASE.next(config=config).open(group, **options)
 
 
-def pass_invalid_parts(group: weft.Group, options: dict[str, Any]) -> None:
+@BOTH
+@on_ranks(2)
+def test_wrong_parts(group, mode):
     """If one rank's part is wrong, both ranks raise, and the next layer works."""
     device = group.device
     good = CASE.weights(range(4), device)
@@ -71,20 +72,15 @@ def pass_invalid_parts(group: weft.Group, options: dict[str, Any]) -> None:
         parts = {**own, **changes} if group.rank else own
         inputs = weights if group.rank else good
         with pytest.raises(CreationFailed) as caught:
-            weft.MoE(group, CASE.config, inputs, max_tokens=6, **parts, **options)
+            weft.MoE(group, CASE.config, inputs, max_tokens=6, mode=mode, **parts)
         assert "failed on rank 1 of 2" in str(caught.value)
         assert words in str(caught.value)
-    with weft.MoE(group, CASE.config, good, max_tokens=6, **own, **options) as layer:
+    with weft.MoE(group, CASE.config, good, max_tokens=6, mode=mode, **own) as layer:
         layer(*CASE.inputs_of(group.rank, device))
         with pytest.raises(CreationFailed, match="loading an MoE layer failed on rank 1"):
             layer.sibling(good, **(own if group.rank == 0 else {}))
         layer(*CASE.inputs_of(group.rank, device))
         settle(group)
-
-
-@BOTH
-def test_wrong_parts(ranks, mode):
-    ranks(2, "threads")(pass_invalid_parts, {"mode": mode})
 
 
 @on_ranks(1, [THREADS])
@@ -107,10 +103,13 @@ def test_ranks_have_one_rule_and_one_mode(group):
             CASE.open(group, **{name: values[group.rank]})
 
 
-def make_invalid_calls(group: weft.Group, name: str, options: dict[str, Any]) -> None:
+@BOTH
+@pytest.mark.parametrize("name", ["softmax", "llama"])
+@on_ranks(2)
+def test_a_refused_call_sends_nothing(group, name, mode):
     """Every refusal comes before anything is sent: the next call is a whole round."""
     case = CASE.next(config=CONFIGS[name])
-    with case.open(group, **options) as layer:
+    with case.open(group, mode=mode) as layer:
         x, logits = case.inputs_of(group.rank, group.device)
         many = torch.zeros(7, HIDDEN, dtype=x.dtype, device=x.device)
         if isinstance(layer.exchange, weft.AllToAll) and layer.overlap != "gemm_push":
@@ -124,12 +123,6 @@ def make_invalid_calls(group: weft.Group, name: str, options: dict[str, Any]) ->
         layer.check()
 
 
-@BOTH
-@pytest.mark.parametrize("name", ["softmax", "llama"])
-def test_a_refused_call_sends_nothing(ranks, name, mode):
-    ranks(2, "threads")(make_invalid_calls, name, {"mode": mode})
-
-
 def finish_call(group: weft.Group, layer: weft.MoE) -> None:
     """Make one call and wait for it, without a peer's help."""
     layer(*CASE.inputs_of(group.rank, group.device))
@@ -141,20 +134,17 @@ def finish_call(group: weft.Group, layer: weft.MoE) -> None:
 def absent(group: weft.Group, options: dict[str, Any]) -> None:
     with CASE.open(group, **options, timeout=0.3, first_timeout=0.3) as layer:
         if group.rank == 0:
-            start = time.monotonic()
             with pytest.raises(PeerTimeout, match="rank 1 did not"):
                 finish_call(group, layer)
-            assert time.monotonic() - start < 100
         group.barrier()
 
 
 def fail_in_shared_expert(group: weft.Group, options: dict[str, Any]) -> None:
-    """Rank 1 cannot finish its round: rank 0 raises long before the deadline."""
+    """Rank 1 cannot finish its round, and rank 0 does not wait for the deadline."""
     with CASE.open(group, **options, timeout=600.0, first_timeout=600.0) as layer:
         x, logits = CASE.inputs_of(group.rank, group.device)
         layer(x, logits)
         settle(group)
-        start = time.monotonic()
         if group.rank == 1:
 
             def broken(x: torch.Tensor) -> torch.Tensor:
@@ -168,7 +158,6 @@ def fail_in_shared_expert(group: weft.Group, options: dict[str, Any]) -> None:
         else:
             with pytest.raises(PeerLeft, match="rank 1 raised ArithmeticError: no more"):
                 finish_call(group, layer)
-        assert time.monotonic() - start < 60
         group.barrier()
 
 
@@ -182,11 +171,12 @@ def aborted(group: weft.Group, options: dict[str, Any]) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("overlap", ["none", "gemm_push"])
-@pytest.mark.parametrize("body", [absent, fail_in_shared_expert, aborted])
-def test_a_peer_that_does_not_finish_is_named(ranks, body, overlap, mode):
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@on_ranks(2)
+def test_a_peer_that_does_not_finish_is_named(group, overlap, mode):
     """The peer is absent, its shared expert raises, or it aborts."""
-    ranks(2, "threads")(body, {"mode": mode, "overlap": overlap, "gemm": "grouped"})
+    for body in (absent, fail_in_shared_expert, aborted):
+        body(group, {"mode": mode, "overlap": overlap, "gemm": "grouped"})
 
 
 @BOTH
