@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""deep_ep's low-latency calls: rows that name rank and token, and the sequences of callers."""
+"""deep_ep's low-latency calls in the sequences of callers, compared with weft's reference."""
 
 import itertools
 from typing import Any
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import weft
-from tests.compat.calls import buffered, layer_of, returned, settle
+from tests.compat.calls import buffered, layer_of, refused, returned, settle
 from tests.kinds import CPU, CUDA, THREADS, on_ranks
+from tests.rounds import Round, bits
 from weft.compat.deep_ep import Buffer, Config, topk_idx_t
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
 from weft.lowlatency import reference as low
@@ -26,40 +27,41 @@ FORMATS: tuple[dict[str, Any], ...] = (
 )
 
 
-def inputs(group: weft.Group, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rows of rank and token, ids with holes, and weights."""
-    generator = torch.Generator().manual_seed(seed * 64 + group.rank)
-    tokens = (5, 8)[group.rank % 2]
-    x = torch.full((tokens, HIDDEN), group.rank + 1.0).bfloat16()
-    x[:, -128:] = torch.arange(tokens).bfloat16()[:, None]
-    ids = torch.rand((tokens, EXPERTS), generator=generator).topk(TOP_K, dim=1).indices
-    ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
-    weights = torch.rand((tokens, TOP_K), generator=generator)
-    return x.to(group.device), ids.to(group.device), weights.to(group.device)
+CASE = Round((5, 8) * 2, TOP_K, EXPERTS, HIDDEN, router="holes", ids_dtype=topk_idx_t)
 
 
-def check_rows(group, numbers, counts, handle, ids_of_rank):
-    """Check what deep_ep's own test checks, and that every row is its source's."""
-    if not isinstance(numbers, torch.Tensor):
-        x, scales = numbers
-        numbers = dequantize(x, low.unpack_scales(scales, HIDDEN // 128))
-    per_rank = EXPERTS // group.size
-    source, ranges, most, hidden, experts = handle
-    assert (most, hidden, experts) == (MOST, HIDDEN, EXPERTS)
-    for local in range(per_rank):
-        expert = group.rank * per_rank + local
-        chosen = [
-            torch.tensor([t for t, row in enumerate(ids) if expert in row], dtype=torch.int64)
-            for ids in ids_of_rank
-        ]
-        assert int(counts[local]) == sum(len(tokens) for tokens in chosen)
-        for rank, tokens in enumerate(chosen):
-            begin, count = int(ranges[local, rank]) >> 32, int(ranges[local, rank]) & (2**32 - 1)
-            assert count == len(tokens)
-            rows = numbers[local, begin : begin + count].float().cpu()
-            assert torch.equal(source[local, begin : begin + count].cpu().long(), tokens)
-            assert torch.allclose(rows[:, :-128], torch.full_like(rows[:, :-128], rank + 1.0))
-            assert torch.allclose(rows[:, -128:], tokens[:, None].float().expand(-1, 128))
+def inputs(group: weft.Group, seed: int, rank: int | None = None) -> tuple[torch.Tensor, ...]:
+    """Return rows, ids with holes, and weights, of this rank by default."""
+    rank = group.rank if rank is None else rank
+    return CASE.next(seed=seed).inputs_of(rank, group.device)[:3]
+
+
+def check_rows(group, seed, fmt, numbers, counts, handle):
+    """Compare with weft's reference; scales are column-major as for TMA."""
+    every = [inputs(group, seed, rank) for rank in range(group.size)]
+    want = low.dispatch(
+        [x for x, _, _ in every], [ids for _, ids, _ in every],
+        weft.Placement.blocks(EXPERTS, group.size), rank=group.rank, max_tokens=MOST,
+        quantize="fp8" if fmt["use_fp8"] else None, scale=scale_of(fmt), recipe="deep_ep",
+    )  # fmt: skip
+    source, ranges, *sizes = handle
+    assert sizes == [MOST, HIDDEN, EXPERTS]
+    assert torch.equal(counts, want.counts)
+    assert torch.equal(torch.stack((ranges >> 32, ranges & (2**32 - 1)), -1).int(), want.ranges)
+    there = torch.arange(source.shape[1], device=counts.device)[None] < counts[:, None]
+    assert torch.equal(source[there], want.source[there] % MOST)
+    if fmt["use_fp8"]:
+        numbers, scales = numbers
+        assert scales.dtype == (torch.int32 if fmt.get("use_ue8m0") else torch.float32)
+        assert scales.stride()[1] == 1
+        assert want.scales is not None
+        scales = low.unpack_scales(scales, HIDDEN // 128)
+        assert torch.equal(scales[there], want.scales[there])
+    assert torch.equal(bits(numbers[there]), bits(want.x[there]))
+
+
+def scale_of(fmt: dict[str, Any]) -> str:
+    return "ue8m0" if fmt.get("round_scale") else "fp32_row"
 
 
 def dispatched(buffer: Buffer, seed: int, *, use_fp8: bool = False) -> tuple[Any, ...]:
@@ -78,20 +80,8 @@ def widened(numbers: Any) -> torch.Tensor:
 
 def expected(group: weft.Group, seed: int, weights: torch.Tensor, **fmt: Any) -> torch.Tensor:
     x, ids, _ = (t.cpu() for t in inputs(group, seed))
-    scale = "ue8m0" if fmt.get("round_scale") else "fp32_row"
     quantize = "fp8" if fmt.get("use_fp8") else None
-    return returned((x, ids, weights.cpu()), EXPERTS, group.size, quantize, scale=scale)
-
-
-def check_scales(scales: torch.Tensor, counts: torch.Tensor, fmt: dict[str, Any]) -> None:
-    """Check the original's layout: column-major for TMA, and powers of two in round_scale."""
-    packed = fmt.get("use_ue8m0", False)
-    assert scales.dtype == (torch.int32 if packed else torch.float32)
-    assert scales.shape[2] == HIDDEN // (512 if packed else 128)
-    assert scales.stride()[1] == 1
-    if fmt.get("round_scale") and not packed:
-        powers = torch.log2(scales[0, : int(counts[0])])
-        assert torch.equal(powers, powers.round())
+    return returned((x, ids, weights.cpu()), EXPERTS, group.size, quantize, scale=scale_of(fmt))
 
 
 @on_ranks(2, [CPU, THREADS, CUDA])
@@ -106,7 +96,6 @@ def test_the_originals_own_sequence(group):
     forms = itertools.product((0, 1), (False, True), FORMATS)
     for times, (seed, hooks, fmt) in enumerate(forms):
         x, ids, weights = inputs(group, seed)
-        ids, everyone = ids.to(topk_idx_t), group.all_gather(ids.tolist())
         mode: dict[str, Any] = {"async_finish": not hooks, "return_recv_hook": hooks}
         stats = torch.zeros(EXPERTS // group.size, dtype=torch.int, device=group.device)
         for _ in range(2 - times % 2):
@@ -115,10 +104,7 @@ def test_the_originals_own_sequence(group):
             )
             settle(event, hook)
         assert torch.equal(stats, counts * (2 - times % 2)), "added up"
-        if not isinstance(numbers, torch.Tensor):
-            check_scales(numbers[1], counts, fmt)
-            numbers = numbers[0], numbers[1].contiguous()
-        check_rows(group, numbers, counts, handle, everyone)
+        check_rows(group, seed, fmt, numbers, counts, handle)
         y, want = widened(numbers), expected(group, seed, weights, **fmt)
         for zero_copy in (False, True):
             if zero_copy:
@@ -137,22 +123,25 @@ def test_the_originals_own_sequence(group):
 
 @on_ranks(2)
 @buffered(**LL)
-def test_two_handles_are_combined_in_turn(group, buffer):
+def test_two_handles_are_combined_in_turn_from_buffers_of_their_own(group, buffer):
+    """zero_copy reads the handle's buffer, whatever x is."""
     made = []
     for seed in (0, 1):
-        rows, ids, weights, handle = dispatched(buffer, seed)
-        place = buffer.get_next_low_latency_combine_buffer(handle)
+        rows, *result = dispatched(buffer, seed)
+        place = buffer.get_next_low_latency_combine_buffer(result[2])
         place.copy_(rows)
-        assert buffer.get_next_low_latency_combine_buffer(handle) is place
-        made.append((rows, ids, weights, handle))
-    for turn, seed in itertools.product(range(3), (1, 0)):
-        y, ids, weights, handle = made[seed]
-        factor = float(2**turn)  # exact in bfloat16
-        out = buffer.low_latency_combine(y * factor, ids, weights / 2, handle)[0]
-        want = expected(group, seed, weights / 2).float() * factor
-        assert torch.equal(out.cpu().float(), want)
-        out = buffer.low_latency_combine(y, ids, weights, handle, zero_copy=True)[0]
-        assert torch.equal(out.cpu(), expected(group, seed, weights))
+        assert buffer.get_next_low_latency_combine_buffer(result[2]) is place
+        made.append((rows.clone(), *result))
+    for seed in (1, 0, 1):
+        y, *result = made[seed]
+        want = expected(group, seed, result[1])
+        other = torch.full_like(y, float("nan"))
+        with pytest.raises(InvalidArgument, match="x has shape"):
+            buffer.low_latency_combine(other[:, 1:], *result, zero_copy=True)
+        out = buffer.low_latency_combine(other, *result, zero_copy=True)[0]
+        assert torch.equal(out.cpu(), want)
+        out = buffer.low_latency_combine(y * 2, *result)[0]  # exact in bfloat16
+        assert torch.equal(out.cpu().float(), want.float() * 2)
 
 
 @on_ranks(2)
@@ -183,21 +172,6 @@ def test_a_sent_result_keeps_its_slot_until_the_hook_has_run(group, buffer):
     dispatched(buffer, 0)
 
 
-@on_ranks(2)
-@buffered(**LL)
-def test_zero_copy_reads_the_buffer_whatever_x_is(group, buffer):
-    rows, ids, weights, handle = dispatched(buffer, 0)
-    rows = rows.clone()
-    with pytest.raises(OutOfOrder, match="zero_copy=True before get_next_low_latency"):
-        buffer.low_latency_combine(rows, ids, weights, handle, zero_copy=True)
-    buffer.get_next_low_latency_combine_buffer(handle).copy_(rows)
-    other = torch.full_like(rows, float("nan"))
-    with pytest.raises(InvalidArgument, match="x has shape"):
-        buffer.low_latency_combine(other[:, 1:], ids, weights, handle, zero_copy=True)
-    out = buffer.low_latency_combine(other, ids, weights, handle, zero_copy=True)[0]
-    assert torch.equal(out.cpu(), expected(group, 0, weights))
-
-
 @on_ranks(2, [CPU])
 def test_a_process_group_is_kept_and_stays_the_callers(group):
     process_group = group.process_group()
@@ -215,22 +189,6 @@ def test_a_process_group_is_kept_and_stays_the_callers(group):
 
 
 @on_ranks(2, [THREADS])
-def test_a_handle_of_another_buffer_is_refused(group):
-    one, other = (Buffer(group, **LL) for _ in range(2))
-    result = dispatched(one, 0)
-    if group.rank == 0:  # alone: a refusal asks nothing of the peers
-        with pytest.raises(OutOfOrder, match="belongs to another buffer"):
-            other.low_latency_combine(*result)
-        with pytest.raises(OutOfOrder, match="belongs to another buffer"):
-            other.get_next_low_latency_combine_buffer(result[3])
-    one.low_latency_combine(*result)
-    one.destroy()
-    with pytest.raises(OutOfOrder, match="destroyed"):
-        dispatched(one, 0)
-    other.destroy()
-
-
-@on_ranks(2, [THREADS])
 def test_ranks_that_quantise_differently_raise(group):
     """Rank 1 makes weft's own all-to-all with the sizes and layout of rank 0's buffer."""
     text = "rank 0 has recipe='deep_ep' and rank 1 has recipe='weft'"
@@ -245,19 +203,36 @@ def test_ranks_that_quantise_differently_raise(group):
 
 
 @on_ranks(2, [THREADS])
-@buffered(**LL)
-def test_calls_that_the_original_allows_are_refused(group, buffer):
-    """In addition to test_arguments.py."""
-    x, ids = torch.zeros((1, HIDDEN), dtype=torch.bfloat16), torch.zeros((1, 1), dtype=torch.int64)
-    with pytest.raises(InvalidArgument, match="enable_shrink is False; it must be True"):
-        buffer.low_latency_clean_mask_buffer()
-    with pytest.raises(InvalidArgument, match="use_ue8m0 with use_fp8=True, round_scale=False"):
-        buffer.low_latency_dispatch(x, ids, 8, 8, use_ue8m0=True)
+def test_calls_that_the_original_allows_are_refused(group):
+    """In addition to test_arguments.py. A refusal asks nothing of the peers."""
+    buffer, other = (Buffer(group, **LL) for _ in range(2))
+    rows, ids, weights, handle = result = dispatched(buffer, 0)
+    send, combine = buffer.low_latency_dispatch, buffer.low_latency_combine
+    calls: list[tuple[type[Exception], Any, str]] = [
+        (OutOfOrder, lambda: other.low_latency_combine(*result), "belongs to another buffer"),
+        (
+            *(OutOfOrder, lambda: other.get_next_low_latency_combine_buffer(handle)),
+            "belongs to another buffer",
+        ),
+        (
+            *(OutOfOrder, lambda: combine(rows, ids, weights, handle, zero_copy=True)),
+            "zero_copy=True before get_next_low_latency",
+        ),
+        (InvalidArgument, buffer.low_latency_clean_mask_buffer, "enable_shrink is False; it must"),
+        (
+            *(InvalidArgument, lambda: send(rows[0], ids, 8, 8, use_ue8m0=True)),
+            "use_ue8m0 with use_fp8=True, round_scale=False",
+        ),
+        (InvalidArgument, lambda: layer_of(group, local_world_size=8), "8 and world_size 2"),
+        (InvalidArgument, lambda: layer_of(group, rank=1 - group.rank), "but group is rank"),
+    ]
+    for error, call, words in calls:
+        refused(error, call, words)
+    combine(*result)
     buffer.clean_low_latency_buffer(8, HIDDEN, 8)
-    with pytest.raises(InvalidArgument, match="local_world_size is 8 and world_size 2"):
-        layer_of(group, local_world_size=8)
-    with pytest.raises(InvalidArgument, match=f"but group is rank {group.rank} of 2"):
-        layer_of(group, rank=1 - group.rank)
+    buffer.destroy()
+    refused(OutOfOrder, lambda: dispatched(buffer, 0), "destroyed")
+    other.destroy()
 
 
 def test_sizes_are_what_callers_compute_with(monkeypatch):
