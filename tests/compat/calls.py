@@ -19,7 +19,7 @@ from weft.compat.triton_dist import EPLowLatencyAllToAllLayer
 from weft.lowlatency import reference as low
 from weft.reference import dequantize
 
-RANKS, MAX, TOP_K, EXPERTS, HIDDEN = 3, 8, 2, 7, 64  # rank 0 holds three experts, 1 and 2 two
+RANKS, MAX, TOP_K, EXPERTS, HIDDEN = 3, 8, 2, 7, 128  # rank 0 holds three experts, 1 and 2 two
 PLACEMENT = weft.Placement.blocks(EXPERTS, RANKS)
 
 

@@ -44,26 +44,19 @@ def poison(device: torch.device, *shape: int, dtype: torch.dtype = BF16) -> torc
     return torch.full(size, 0xFF, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
 
-@pytest.mark.parametrize("tokens", [0, TOKENS])
 @on_ranks(RANKS, [CPU, *ANY])
-def test_results_may_replace_the_inputs(group, tokens):
-    """Residual and norm over residual and input, as engines write them, or over the input alone."""
-    case = Sum(tokens, HIDDEN)
+def test_results_may_replace_the_inputs(group):
+    """Residual and norm over residual and input, as engines write them."""
+    case = Sum(TOKENS, HIDDEN)
     xs = [case.rows(rank, group.device) for rank in range(RANKS)]
-    residual_in, weight = case.shared(group.device)
-    want = reference.allreduce_fused(xs, residual_in, weight)
+    residual, weight = case.shared(group.device)
+    want, x = reference.allreduce_fused(xs, residual, weight), xs[group.rank].clone()
+    over: dict[str, Any] = {"residual_in": residual, "residual_out": residual, "norm_out": x}
     with make(group) as workspace:
-        kwargs: dict[str, Any] = {"rms_gamma": weight, "pattern": 1, "workspace": workspace}
-        x, residual = xs[group.rank].clone(), residual_in.clone()
-        allreduce_fusion(x, residual_in=residual, residual_out=residual, norm_out=x, **kwargs)
+        allreduce_fusion(x, workspace, 1, rms_gamma=weight, **over)
         same(x, want.norm)
         same(residual, want.residual)
-        x, norm = xs[group.rank].clone(), poison(group.device, tokens, HIDDEN)
-        allreduce_fusion(x, residual_in=residual_in, residual_out=x, norm_out=norm, **kwargs)
-        same(x, want.residual)
-        same(norm, want.norm)
-        x = xs[group.rank].clone()
-        pattern = flashinfer.AllReduceFusionPattern.kAllReduce
+        x, pattern = xs[group.rank].clone(), flashinfer.AllReduceFusionPattern.kAllReduce
         assert allreduce_fusion(x, workspace, pattern, output=x) is x
         same(x, reference.allreduce_fused(xs).out)
 

@@ -3,6 +3,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ FP8 = weft.Payload((HIDDEN,), torch.float8_e4m3fn)
 QUANTISED = (FP8, weft.Payload((3,), torch.uint8), *ROUTING)  # scales in rows that memory pads
 MXFP8 = (FP8, weft.Payload((HIDDEN // 32,), torch.uint8), *ROUTING)
 NVFP4 = (*(weft.Payload((HIDDEN // n,), torch.uint8) for n in (2, 16)), *ROUTING)
+WAYS, FP8_ROWS = ("in place", "copied", "in place, unsaid"), "copied as FP8"
 SIZES: dict[str, Any] = {"max_num_tokens": MAX, "top_k": TOP_K, "num_experts": EXPERTS}
 
 
@@ -89,7 +91,7 @@ def play(
     seed: int = 0,
     invalid: int = INVALID,
 ) -> None:
-    """Play one round. way: "copied" (vLLM), "in place" (SGLang), or "in place, unsaid"."""
+    """Play one round. way: one of WAYS, "copied" as vLLM and "in place" as SGLang, or FP8."""
     device, rank = a2a.group.device, a2a.ep_rank
     sent = [rows(seed, r, tokens[r], kinds) for r in range(RANKS)]
     own = [t.to(device) for t in sent[rank]]
@@ -101,7 +103,7 @@ def play(
     assert all(t.is_contiguous() for t in received)
     check_received(received, sent, rank, most, invalid)
     y, output = calls.identity(received, calls.experts_of(rank).to(device)), None
-    if way == "copied":
+    if way in ("copied", FP8_ROWS):
         payload, output = y, torch.full((len(own[0]), HIDDEN), float("nan")).bfloat16().to(device)
     else:
         payload = a2a.get_combine_payload_tensor_in_workspace(most, HIDDEN, BF16)
@@ -109,22 +111,24 @@ def play(
     a2a.check()
     result = a2a.combine(
         payload=payload, runtime_max_tokens_per_rank=most,
-        payload_in_workspace=way == "in place", output=output,
+        payload_in_workspace=way == "in place", output=output, use_low_precision=way == FP8_ROWS,
     )  # fmt: skip
     assert output is None or result is output
     x, *_, ids, weights = sent[rank]
     x = calls.values(x)
-    want = reference.identity_round_trip(x, ids, weights, calls.PLACEMENT, ranks=RANKS)
+    back: Any = {"combine_dtype": "fp8" if way == FP8_ROWS else None}
+    want = reference.identity_round_trip(x, ids, weights, calls.PLACEMENT, ranks=RANKS, **back)
     assert torch.equal(bits(result.cpu()), bits(want))
 
 
 @on_ranks(RANKS, [CPU, THREADS, CUDA])
 def test_rounds_are_right_to_the_byte(group):
     sizes = [((3, 1, 5), 5), ((8, 8, 8), 8), ((0, 2, 0), 2), ((0, 0, 0), 1), ((1, 6, 2), MAX)]
-    for changes in ({}, {"hidden_size": None, "workspace_size_per_rank": 1 << 20}):
+    sized: dict[str, Any] = {"hidden_size": None, "workspace_size_per_rank": 1 << 20}
+    for changes, ways in (({}, WAYS), (sized, WAYS), (sized, (FP8_ROWS,))):
         with make(group, **changes) as a2a:
             for seed, (tokens, most) in enumerate(sizes):
-                for way in ("in place", "copied", "in place, unsaid"):
+                for way in ways:
                     for kinds in (PLAIN, QUANTISED):  # lists alternate, as layers of a model do
                         play(a2a, kinds, tokens, most, way, seed)
 
@@ -166,68 +170,47 @@ def test_calls_of_engines(group):
 
 
 @on_ranks(RANKS, [THREADS])
-def test_ids_arrive_as_sent_without_an_id_for_invalid_ones(group):
-    own = rows(0, group.rank, 4, PLAIN)
-    with make(group) as a2a:
-        received = a2a.dispatch(own[1], own, 4, expert_id_payload_index=1)
-        used = torch.isin(own[1], calls.experts_of(group.rank)).any(dim=1)
-        assert torch.equal(received[1][group.rank][used], own[1][used])
-        a2a.combine(received[0].clone(), 4)
-
-
-@on_ranks(RANKS, [THREADS])
 def test_statistics_are_gathered_until_combine(group):
-    with make(group) as a2a:
-        assert (a2a.enable_eplb, a2a.eplb_stats_num_experts) == (False, 0)
-        play(a2a)
     load = [torch.arange(EXPERTS, dtype=torch.int32) * (rank + 1) for rank in range(RANKS)]
+    own = rows(0, group.rank, group.rank, PLAIN)
     with make(group, eplb_stats_num_experts=EXPERTS) as a2a:
-        assert (a2a.enable_eplb, a2a.eplb_stats_num_experts) == (True, EXPERTS)
         # In the last round two ranks send nothing, which counts as zeros.
-        for seed, senders in enumerate(((0, 1, 2), (), (0, 1, 2), (1,))):
-            own = rows(seed, group.rank, seed * group.rank, PLAIN)
+        for senders in ((0, 1, 2), (), (0, 1, 2), (1,)):
             assert a2a.eplb_gathered_stats is None
-            stats = load[group.rank] + seed if group.rank in senders else None
+            stats = load[group.rank] if group.rank in senders else None
             a2a.dispatch(own[1], own, MAX, eplb_local_stats=stats)
             if senders == (0, 1, 2) or stats is not None:
-                want = [load[r] + seed if r in senders else 0 * load[r] for r in range(RANKS)]
-                assert a2a.eplb_gathered_stats is not None
-                assert torch.equal(a2a.eplb_gathered_stats, torch.stack(want))
+                want = torch.stack([load[r] * (r in senders) for r in range(RANKS)])
+                gathered: Any = a2a.eplb_gathered_stats
+                assert torch.equal(gathered, want)
             group.barrier()
             a2a.combine(zeros(MAX), MAX)
         for wrong, *words in ((load[0][1:], "[6]", "[7]"), (load[0].long(), "int64", "int32")):
             send = lambda wrong=wrong: a2a.dispatch(own[1], own, 8, eplb_local_stats=wrong)  # noqa: E731
             refused(InvalidArgument, send, "eplb_local_stats", *words)
-        play(a2a)
-
-
-@on_ranks(RANKS, [THREADS])
-def test_sizes_of_workspaces(group):
-    get_size = MoeAlltoAll.get_moe_workspace_size_per_rank
-    size = get_size(RANKS, TOP_K, MAX, HIDDEN)
-    with make(group) as a2a:
-        assert a2a.workspace_size_per_rank == size
-        play(a2a)
-        (operator,) = workspace_of(a2a)._operators.values()
-        assert operator.heap.size == size < get_size(RANKS, TOP_K, MAX, HIDDEN, 16)
-    row = HIDDEN * 2 + TOP_K * 8
-    assert moe_a2a_get_workspace_size_per_rank(RANKS, MAX, row, HIDDEN * 2) >= size
 
 
 @on_ranks(RANKS, [THREADS])
 def test_each_payload_list_has_its_own_memory(group):
     """From its first round on, by sizes, not dtypes; a list that ranks disagree about raises."""
+    get_size = MoeAlltoAll.get_moe_workspace_size_per_rank
+    size, row = get_size(RANKS, TOP_K, MAX, HIDDEN), HIDDEN * 2 + TOP_K * 8
+    assert moe_a2a_get_workspace_size_per_rank(RANKS, MAX, row, HIDDEN * 2) >= size
     with make(group) as a2a:
+        operators = workspace_of(a2a)._operators
         for seed, kinds in enumerate((PLAIN, QUANTISED, PLAIN, QUANTISED)):
             play(a2a, kinds, seed=seed)
-            assert len(workspace_of(a2a)._operators) == min(seed + 1, 2)
+            assert len(operators) == min(seed + 1, 2)
+        first = next(iter(operators.values()))
+        assert a2a.workspace_size_per_rank == first.heap.size == size
+        assert size < get_size(RANKS, TOP_K, MAX, HIDDEN, 16)
         # A rank without tokens may know them by another dtype of the same size.
         own = rows(7, group.rank, 2 if group.rank else 0, QUANTISED)
         kind = torch.float8_e4m3fn if group.rank else torch.uint8
         own[0] = own[0].view(kind)
         assert a2a.dispatch(own[-2], own, 2)[0].dtype == kind
         a2a.combine(zeros(2), 2)
-        assert len(workspace_of(a2a)._operators) == 2
+        assert len(operators) == 2
     quantised = rows(0, group.rank, 2, QUANTISED)
     ids = quantised[-2]
     with make(group) as a2a:
@@ -245,7 +228,7 @@ def captured(group: weft.Group, capturing: list[bool]) -> None:
         capturing[0] = True
         quantised = rows(0, group.rank, 2, QUANTISED)
         call = lambda: a2a.dispatch(quantised[-2], quantised, 2)  # noqa: E731
-        refused(InvalidArgument, call, "graph capture", "64, 3, 8, 8", "one such round")
+        refused(InvalidArgument, call, "graph capture", f"{HIDDEN}, 3, 8, 8", "one such round")
         play(a2a, seed=1)
         group.barrier()
         capturing[0] = False
@@ -291,46 +274,6 @@ def test_combine_determines_the_returned_rows(group, inside):
 
 
 @on_ranks(RANKS, [THREADS])
-def test_low_precision(group):
-    """FP8 rows of numbers that FP8 holds with a power of two as scale return exactly."""
-    ids = torch.tensor([[0, 3], [5, -1]], dtype=torch.int32)
-    hidden = 128
-    x, weights = torch.ones((2, hidden), dtype=BF16), torch.ones((2, TOP_K))
-    with make(group, hidden_size=None, workspace_size_per_rank=99) as a2a:
-        for inside in (True, False, True):
-            a2a.dispatch(ids, [x, ids, weights], 2)
-            y = torch.empty((RANKS, 2, hidden), dtype=BF16)
-            if inside:
-                y = a2a.get_combine_payload_tensor_in_workspace(2, hidden, BF16)
-            y.copy_(torch.tensor([448.0, 224.0]).repeat(hidden // 2))
-            out = a2a.combine(y, 2, payload_in_workspace=inside, use_low_precision=True)
-            assert out.dtype == BF16
-            assert torch.equal(out, torch.stack([2 * y[0, 0], y[0, 0]]))
-        a2a.dispatch(ids, [x, ids, weights], 2)
-        y = torch.randn((RANKS, 2, hidden)).bfloat16()
-        out = a2a.combine(y, 2, use_low_precision=True)
-        assert not torch.equal(out[1], y[2, 1]), "what FP8 cannot hold is rounded"
-
-
-@on_ranks(RANKS, [THREADS])
-def test_an_object_that_never_combines_leaves_no_open_round(group):
-    a2a, other = make(group), make(group)
-    play(other)
-    for seed, closes in enumerate((True, False)):
-        sent = rows(seed, group.rank, 1, PLAIN)
-        a2a.dispatch(sent[-2], sent, 1)
-        if closes:
-            a2a.close()
-        del a2a
-        gc.collect()
-        play(other, seed=seed)
-        a2a = make(group)
-        play(a2a, seed=seed)
-    other.close()
-    a2a.close()
-
-
-@on_ranks(RANKS, [THREADS])
 def test_a_rank_that_left_a_round_is_named(group):
     """The peer raises before the deadline, and objects that share the workspace get the reason."""
     patient = {"timeout": 600.0, "first_timeout": 600.0}
@@ -349,6 +292,7 @@ def test_a_rank_that_left_a_round_is_named(group):
 
 @on_ranks(RANKS, [THREADS])
 def test_layers_of_equal_sizes_share_one_workspace(group):
+    """A round that is never combined ends with its object, closed or dropped."""
     first, second = make(group), make(group)
     assert workspace_of(first) is workspace_of(second)
     plain = rows(0, group.rank, 2, PLAIN)
@@ -356,16 +300,21 @@ def test_layers_of_equal_sizes_share_one_workspace(group):
     refused(OutOfOrder, lambda: second.dispatch(plain[1], plain, 2), "2 tokens are dispatched")
     refused(OutOfOrder, lambda: second.combine(zeros(2), 2), "without a dispatch")
     first.combine(zeros(2), 2)
-    play(second)
-    first.close()
-    first.close()
-    refused(OutOfOrder, lambda: first.dispatch(plain[1], plain, 2), "closed")
-    third = make(group)
-    play(third, QUANTISED)
-    play(second)
+    for seed, closes in enumerate((True, False)):
+        play(second, seed=seed)
+        first.dispatch(plain[1], plain, 2)
+        if closes:
+            first.close()
+            first.close()
+            refused(OutOfOrder, partial(first.dispatch, plain[1], plain, 2), "closed")
+        del first
+        gc.collect()
+        play(second, QUANTISED, seed=seed)
+        first = make(group)
+        play(first, QUANTISED, seed=seed)
     assert len([each for each in held() if each.group is group]) == 1
+    first.close()
     second.close()
-    third.close()
 
 
 @on_ranks(RANKS, [THREADS])
@@ -453,7 +402,7 @@ def test_calls_that_the_original_allows_are_refused(group):
         refused(InvalidArgument, lambda: send(ids, sent, 4, eplb_local_stats=ids[0]), *words)
         refused(InvalidArgument, lambda: send(ids, sent, 4, -1), "payload_index is None", "0..2")
         short = [x[:2], ids, weights]
-        refused(InvalidArgument, lambda: send(ids, short, 4), "input_payloads[0]", "[2, 64]")
+        refused(InvalidArgument, lambda: send(ids, short, 4), "input_payloads[0]", f"[2, {HIDDEN}]")
         words = "3 tokens", "runtime_max_tokens_per_rank=2"
         refused(TokenOverflow, lambda: send(ids, sent, 2), *words)
         refused(TokenOverflow, lambda: send(ids, sent, 9), "=9", "max_num_tokens=8")
@@ -463,14 +412,15 @@ def test_calls_that_the_original_allows_are_refused(group):
         send(ids, sent, 4, enable_pdl=True)
         refused(OutOfOrder, lambda: send(ids, sent, 4), "combine of 3 tokens")
         refused(InvalidArgument, lambda: combine(y, 3), "is 3", "with 4")
-        refused(InvalidArgument, lambda: combine(y[:, :3], 4), "[3, 3, 64]", "[3, 4, hidden]")
+        refused(InvalidArgument, lambda: combine(y[:, :3], 4), "[3, 3, 128]", "[3, 4, hidden]")
         words = "payload_in_workspace=True", "return"
         refused(InvalidArgument, lambda: combine(y, 4, True), *words)
         workspace(4, HIDDEN, BF16)
         refused(InvalidArgument, lambda: combine(y, 4, True), *words)
         moved = workspace(4, HIDDEN, BF16).view(RANKS, HIDDEN, 4).mT
         refused(InvalidArgument, lambda: combine(moved, 4), "strides")
-        refused(InvalidArgument, lambda: combine(y, 4, use_low_precision=True), "64", "128")
+        narrow = y[..., :64].contiguous()
+        refused(InvalidArgument, lambda: combine(narrow, 4, use_low_precision=True), "64", "128")
         out = combine(y, 4, output_dtype=BF16)
         assert out.shape == (3, HIDDEN)
         assert not out.any()
@@ -481,6 +431,11 @@ def test_invalid_expert_ids_are_dropped_and_reported(group):
     with make(group) as a2a:
         ids = torch.tensor([[0, 99]], dtype=torch.int32)
         x, weights = torch.ones((1, HIDDEN), dtype=BF16), torch.ones((1, 2))
+        received = a2a.dispatch(ids, [x, ids, weights], 1, expert_id_payload_index=1)
+        if group.rank == 0:
+            assert received[1].tolist() == [[[0, 99]]] * RANKS, "ids arrive as sent"
+        a2a.combine(zeros(1), 1)
+        refused(errors.BadExpertId, a2a.check, "99")
         received = a2a.dispatch(ids, [x, ids, weights], 1, INVALID, 1)
         row = [0, 99] if group.rank == 0 else [INVALID, INVALID]
         assert received[1].tolist() == [[row]] * RANKS

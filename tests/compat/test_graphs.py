@@ -15,6 +15,7 @@ import torch
 import weft
 from tests.compat.calls import Mapping, buffered, identity, layer_of, returned, settle
 from tests.compat.test_allreduce_fusion import TOKENS, WIDE, compare, expected, make, outputs, specs
+from tests.compat.test_normal_mode import EXPERTS, Batch, summed, with_topk
 from tests.kinds import CPU, CUDA, on_ranks
 from tests.public import MODES
 from tests.rounds import Round
@@ -26,7 +27,7 @@ from weft.compat.deep_ep import Buffer
 from weft.compat.flashinfer import MoeAlltoAll, allreduce_fusion
 from weft.compat.flashinfer import moe_a2a_get_workspace_size_per_rank as size_per_rank
 
-MOST, HIDDEN, TOP_K, EXPERTS = 8, 512, 4, 16
+MOST, HIDDEN, TOP_K = 8, 512, 4
 BF16 = torch.bfloat16
 Tensors = tuple[torch.Tensor, ...]
 
@@ -95,6 +96,20 @@ def deep_ep_layers(group: weft.Group, buffer: Buffer, use_fp8: bool, hooks: bool
         layers.check(seed, want)
 
 
+@buffered()
+def normal_layer(group: weft.Group, buffer: Buffer) -> None:
+    def call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        args = with_topk(buffer, Batch(x, ids, weights))
+        most = group.size * MOST
+        rows, _, _, counts, handle, _ = buffer.dispatch(x, **args, num_worst_tokens=most)
+        assert counts == []
+        return buffer.combine(rows, handle)[0]  # type: ignore[arg-type]
+
+    layer = Captured(group, MOST, call, torch.int64)
+    for seed in range(1, 4):
+        layer.check(seed, lambda *inputs: summed(Batch(*inputs), group.size))
+
+
 def triton_dist_layer(group: weft.Group) -> None:
     layer = layer_of(group, max_m=MOST, hidden=HIDDEN, topk=TOP_K, num_experts=EXPERTS)
 
@@ -104,7 +119,9 @@ def triton_dist_layer(group: weft.Group) -> None:
 
     captured = Captured(group, MOST, call, torch.int32)
     for seed in range(1, 4):
-        captured.check(seed, lambda *x: returned(x, 16, group.size, "fp8", recipe="triton_dist"))
+        captured.check(
+            seed, lambda *x: returned(x, EXPERTS, group.size, "fp8", recipe="triton_dist")
+        )
     layer.check()
     group.barrier()
     layer.finalize()
@@ -177,7 +194,7 @@ def fused_patterns(group: weft.Group, use_oneshot: bool | None) -> None:
     ("body", "args"),
     [
         *((deep_ep_layers, way) for way in ((False, False), (False, True), (True, True))),
-        (triton_dist_layer, ()),
+        *((normal_layer, ()), (triton_dist_layer, ())),
         *((flashinfer_sizes, (in_workspace,)) for in_workspace in (False, True)),
         *((fused_patterns, (use_oneshot,)) for use_oneshot in (None, True, False)),
     ],

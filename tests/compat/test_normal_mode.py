@@ -283,20 +283,6 @@ def test_rows_beyond_a_bound_of_one_rank_are_dropped(group, buffer):
             buffer.check()
 
 
-@on_ranks(2)
-@buffered()
-def test_different_handles_on_the_ranks_give_as_many_rows_as_expected(group, buffer):
-    both = [drawn(group, (n,) * group.size, n) for n in (2, 40)]
-    handles = [(*sent(buffer, own), own) for _, own, _ in both]
-    x, handle, own = handles[min(group.rank, 1)]
-    got, *_ = buffer.dispatch(own.x, handle=handle)
-    assert got.shape == x.shape
-    assert buffer.combine(x, handle)[0].shape == own.x.shape
-    (x, handle, own), (many, _, want) = handles[1], both[1]  # later calls work
-    same(buffer.dispatch(own.x, handle=handle)[0], want.x)
-    same(buffer.combine(x, handle)[0], summed(many[group.rank], group.size))
-
-
 @on_ranks(1, [THREADS])
 def test_invalid_arguments_are_refused(group):
     buffer, other, own = Buffer(group), Buffer(group), on(group, batch(group.rank))
@@ -421,35 +407,3 @@ def test_streams_that_wait_only_for_the_passed_events(group, buffer):
     for x, out in kept:
         same(x, want.x)
         same(out, summed(batches[group.rank], group.size))
-
-
-@on_ranks(2, [CUDA])
-@buffered()
-def test_dispatch_and_combine_in_a_graph_each(group, buffer):
-    own = drawn(group)[1]
-    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
-
-    def dispatch() -> Any:
-        args = with_topk(buffer, own)
-        return buffer.dispatch(own.x, **args, num_worst_tokens=group.size * max(TOKENS))
-
-    warm = dispatch()
-    buffer.combine(warm[0], warm[4])
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graphs[0]):
-        x, ids, weights, counts, handle, _ = dispatch()
-    with torch.cuda.graph(graphs[1]):
-        out, _, _ = buffer.combine(x, handle)
-    assert counts == []
-    for seed in (0, 1, 2):
-        batches, _, want = drawn(group, seed=seed)
-        for place, value in zip(own, batches[group.rank], strict=True):
-            place.copy_(value)
-        graphs[0].replay()
-        for got, right in ((x, want.x), (ids, want.ids), (weights, want.weights)):
-            same(got[: len(want.x)], right)
-        graphs[1].replay()
-        same(out, summed(batches[group.rank], group.size))
-        eager = buffer.combine(x, handle)[0]  # between two replays
-        same(eager, summed(batches[group.rank], group.size))
-    torch.cuda.synchronize()
