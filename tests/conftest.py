@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures: `ranks(n, device)` runs one body on n ranks, `weft_command` runs the CLI."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,12 +14,11 @@ from hypothesis import HealthCheck, settings
 
 import weft
 from tests import patience  # noqa: F401  (deadlines of this process)
-from tests.emulator.operators import run_emulated
 from tests.kept import cache_of
+from tests.ranks import run_ranks
 from weft.cli import commands as cli
 from weft.launcher import processes
 
-RunRanks = Callable[..., list[Any]]
 HERE = Path(__file__).parent
 
 # Workers and ranks share the cores: a second thread of each would spin for the first one's sake. On
@@ -66,26 +66,9 @@ def _same_numbers() -> None:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], RunRanks]:
-    """Return `ranks(4, "cpu")(body, *args)`, which runs `body(group, *args)` on 4 ranks.
-
-    Devices: "cpu" (processes), "threads" (CPU ranks in this process), "cuda" (one process each;
-    more ranks than GPUs share them), "emulated" (threads that run CUDA kernels, emulated).
-    """
-
-    def choose(count: int, device: str) -> RunRanks:
-        longest = 220.0 if device == "cuda" else 3000.0
-        if device == "emulated":
-            run_emulated(monkeypatch)
-            device = "threads"
-
-        def run(body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-            options = {"timeout": longest, **options}
-            return weft.launch(body, *args, ranks=count, device=device, **options)
-
-        return run
-
-    return choose
+def ranks() -> Callable[[int, str], Callable[..., list[Any]]]:
+    """Return `ranks(4, "cpu")(body, *args)`, which runs `body(group, *args)` on 4 ranks."""
+    return lambda count, device: functools.partial(run_ranks, count, device)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 
 import weft
 from tests.compat.calls import refused
-from tests.kinds import ANY, CPU, THREADS, on_ranks
+from tests.ranks import ANY, on_ranks
 from tests.rounds import synchronize
 from tests.sums import BACKENDS, Sum, assert_same_outputs, fits, play, quant_specs
 from weft.allreduce.call import FP8Token, Quant
@@ -80,7 +80,7 @@ def test_rows_of_zeros_and_tiny_ones_have_the_smallest_scale_of_a_row(group):
             assert got.quant[:, 0].tolist() == [0.0, *numbers]
 
 
-@on_ranks(3, [CPU, *ANY])
+@on_ranks(3, "cpu", "threads", "cuda")
 def test_backends_and_sizes_in_any_order(group):
     """On the same slots, with other objects in between."""
     order = random.Random(7)
@@ -97,7 +97,7 @@ def test_backends_and_sizes_in_any_order(group):
 
 
 @pytest.mark.parametrize("first_epoch", [(1 << 40) - 20, (1 << 32) - 20, (1 << 24) - 20])
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_epochs_wrap(group, first_epoch):
     case = Sum(3, 128)
     with make(group, 8, case, _first_epoch=first_epoch) as ar:
@@ -211,7 +211,7 @@ def test_an_index_out_of_range_is_dropped_and_reported(group):
         ar.check()  # raised once
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_memory_bytes_is_exact(group):
     with weft.AllReduce(group, max_tokens=40, hidden=256) as ar:
         reported = weft.AllReduce.memory_bytes(ranks=2, hidden=256, max_tokens=40)

@@ -9,7 +9,7 @@ import torch
 import weft
 from tests import faults
 from tests.compat.calls import refused
-from tests.kinds import ANY, CPU, THREADS, on_ranks
+from tests.ranks import ANY, CPU, on_ranks
 from tests.rounds import synchronize
 from tests.sums import BACKENDS, Sum, play
 from weft.errors import GeometryMismatch, GroupError, InvalidArgument, OutOfOrder, TokenOverflow
@@ -63,7 +63,7 @@ def refuses(ar: weft.AllReduce) -> None:
     refused(TokenOverflow, lambda: ar.fused(rows(9)), "9 tokens in one call")
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_invalid_calls_are_refused_without_effect(group):
     with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=600.0) as ar:
         refuses(ar)
@@ -77,7 +77,7 @@ def test_invalid_calls_are_refused_without_effect(group):
         refused(InvalidArgument, call, "pad hidden to 384")
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_twoshot_does_not_continue_without_a_rank(group):
     sizes: dict[str, Any] = {"max_tokens": 8, "hidden": 256}
     with pytest.raises(InvalidArgument, match="'twoshot'.* with missing='drop'.*Omit backends"):
@@ -86,7 +86,7 @@ def test_twoshot_does_not_continue_without_a_rank(group):
         assert ar.backends == ("oneshot",)
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_packed_scales_are_column_major(group):
     with weft.AllReduce(group, max_tokens=8, hidden=640, first_timeout=600.0) as ar:
         x, weight, quant = rows(4, 640), torch.ones(640), weft.FP8Group(128, "ue8m0")
@@ -115,7 +115,7 @@ def one_call(ar: weft.AllReduce, tokens: int = 5, backend: str = "twoshot", **mo
 
 
 @pytest.mark.parametrize("epilogue_at", ["owner", "receiver"])
-@on_ranks(3, [CPU, *ANY])
+@on_ranks(3, "cpu", "threads", "cuda")
 def test_delays_change_no_bit(group, epilogue_at):
     case = CASE.next(differ=epilogue_at == "receiver")
     points = faults.REDUCE_ENTER, faults.AFTER_ROWS, faults.BEFORE_ROWS, faults.BEFORE_MOMENTS
@@ -178,7 +178,7 @@ def test_a_third_rank_names_both_calls_too(ranks, kind, backend):
         assert f"1 tokens by {backend}" in text
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_different_sizes_are_refused_at_creation(group):
     for options, *words in (
         ({"max_tokens": 8 + group.rank}, "all-reduce geometry differs", "tokens=8", "tokens=9"),

@@ -13,7 +13,7 @@ import torch
 import weft
 from tests.allreduce.test_allreduce import expert_rows, make
 from tests.allreduce.test_allreduce_failures import refuses, rows
-from tests.kinds import THREADS, on_ranks
+from tests.ranks import on_ranks
 from tests.rounds import synchronize
 from tests.sums import BACKENDS, Sum, assert_same_outputs, play, quant_specs
 from weft.allreduce.call import OUTPUTS, FusedCall, Key
@@ -155,7 +155,7 @@ def warm(ar: weft.AllReduce) -> None:
         ar.fused(prologue=moe(rows(8), one), out=rows())
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_calls_similar_to_a_checked_one_are_refused(group):
     with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=600.0) as ar:
         warm(ar)
@@ -166,7 +166,7 @@ def test_calls_similar_to_a_checked_one_are_refused(group):
         assert watch.checks(lambda: warm(ar)) == 0, "what was checked still is"
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_overlaps_are_checked_in_every_call(group):
     """Outputs of one form move over the inputs: only exact aliases of x and residual are valid."""
     with make(group, 8, CASE) as ar:
@@ -194,7 +194,7 @@ def test_overlaps_are_checked_in_every_call(group):
             call(0, 4, 8, 12, x=odd)
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_no_tensor_is_held(group):
     with make(group, 8, CASE) as ar:
         for _ in range(2):
@@ -213,7 +213,7 @@ def test_no_tensor_is_held(group):
         assert len(ar._prepared) == 1
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_a_broken_group_raises_before_a_cached_call(group):
     with make(group, 8, CASE) as ar:
         for seed in range(2):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import weft
 from tests.compat.calls import refused
-from tests.kinds import THREADS, on_ranks
+from tests.ranks import on_ranks
 from weft.allreduce import kernels as reduce_kernels
 from weft.allreduce.choice import choose_backend
 from weft.allreduce.config import ReduceArgs, ReduceConfig
@@ -52,7 +52,7 @@ def test_the_nearest_built_backend_is_selected():
         assert choose_backend(config(8), built, tokens, epilogue=True).backend == expected
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_an_all_reduce_explains_its_choice(group):
     rows = torch.ones((3, HIDDEN), dtype=torch.bfloat16)
     with weft.AllReduce(group, max_tokens=700, hidden=HIDDEN) as reduce:
@@ -67,7 +67,7 @@ def test_an_all_reduce_explains_its_choice(group):
         assert reduce.explain(1).text == "twoshot is the only backend that supports 1 tokens"
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_oneshot_alone_refuses_more_tokens_than_slots(group):
     """One shot has no slots for these rows, and storing them would overwrite other slots."""
     rows = torch.ones((550, HIDDEN), dtype=torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 
 import weft
 from tests.gpu.test_sanitizer import PROGRAMS
-from tests.kinds import ANY, CPU, EMULATED, on_ranks
+from tests.ranks import ANY, CPU, EMULATED, on_ranks
 from tests.rounds import Round, bits, play
 
 PUSH, FP8 = {"combine": "push"}, {"combine_dtype": "fp8"}
@@ -113,7 +113,7 @@ def test_other_group_sizes(ranks, kind, count):
 @pytest.mark.parametrize(
     "options", [{}, PUSH, FP8 | {"quantize": "fp8"}], ids=["pull", "push", "fp8"]
 )
-@on_ranks(3, [*ANY, EMULATED])
+@on_ranks(3, "threads", "cuda", "emulated")
 def test_rows_of_a_larger_round_do_not_leak_into_a_smaller_one(group, options):
     """A different `rows` moves every slot."""
     case = Round(tokens=(12, 3, 7), hidden=128, options=options)
@@ -198,7 +198,7 @@ def test_rounds_that_compute_sanitizer_runs_are_right(ranks, program):
         ranks(2, "threads")(part)
 
 
-@on_ranks(2, ["threads"])
+@on_ranks(2, "threads")
 def test_memory_bytes_is_exact(group):
     for stats in (0, 7):
         sizes: dict[str, Any] = {**Round((9,), 2, 4, 24).sizes(9), "stats": stats}

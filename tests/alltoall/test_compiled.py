@@ -9,8 +9,8 @@ import torch
 import weft
 from tests import compiled
 from tests.compiled import PATIENT, assert_same, compile_body
-from tests.kinds import CPU, THREADS, on_ranks
 from tests.moe.layers import CONFIGS, Case
+from tests.ranks import on_ranks
 from tests.rounds import Round
 from tests.sums import Sum
 from weft.errors import InvalidArgument, OutOfOrder
@@ -47,14 +47,14 @@ COMPARED: dict[str, list[tuple[Any, ...]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPARED)
-@on_ranks(2, [CPU], timeout=850.0)
+@on_ranks(2, "cpu", timeout=850.0)
 def test_compiled_calls_have_the_bits_of_eager_ones(group, name):
     for compare, options, *args in COMPARED[name]:
         compare(group, options, *args)
 
 
 @pytest.mark.slow
-@on_ranks(2, [CPU], timeout=850.0)
+@on_ranks(2, "cpu", timeout=850.0)
 def test_inductor_moves_no_read_of_received_rows(group):
     args = CASE.inputs_of(group.rank, group.device)[:3]
     with weft.AllToAll(group, **SIZES, **PATIENT) as a2a:
@@ -93,7 +93,7 @@ def refuse_wrong_arguments(group: weft.Group) -> None:
         traced(x)
 
 
-@on_ranks(1, [CPU], timeout=550.0)
+@on_ranks(1, "cpu", timeout=550.0)
 def test_split_phases_are_refused_inside_a_graph(group):
     x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
     with weft.AllToAll(group, **SIZES, split_phase=True, **PATIENT) as a2a:
@@ -120,7 +120,7 @@ def test_split_phases_are_refused_inside_a_graph(group):
         assert not low.history()
 
 
-@on_ranks(1, [CPU], timeout=550.0)
+@on_ranks(1, "cpu", timeout=550.0)
 def test_dispatch_and_combine_in_two_graphs(group):
     x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
     with weft.LowLatencyAllToAll(group, **SIZES, quantize=None, **PATIENT) as low:
@@ -153,7 +153,7 @@ def test_dispatch_and_combine_in_two_graphs(group):
         low.check()
 
 
-@on_ranks(1, [CPU], timeout=550.0)
+@on_ranks(1, "cpu", timeout=550.0)
 def test_calls_of_a_closed_object_are_refused_also_in_a_compiled_graph(group):
     x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
     deepseek = Case(CONFIGS["deepseek"], tokens=(5, 3))
@@ -184,7 +184,7 @@ def test_calls_of_a_closed_object_are_refused_also_in_a_compiled_graph(group):
             compile_body(body, PLAIN)(owner)
 
 
-@on_ranks(1, [CPU])
+@on_ranks(1, "cpu")
 def test_calls_stay_eager_while_another_thread_compiles(group):
     """is_compiling() is true in all threads."""
     x, ids, weights, _ = CASE.inputs_of(group.rank, group.device)
@@ -207,7 +207,7 @@ def late_reader(
     return seen, a2a.combine(received.x, add=x) * 2
 
 
-@on_ranks(2, [CPU], timeout=550.0)
+@on_ranks(2, "cpu", timeout=550.0)
 def test_calls_keep_their_order_and_their_numbers(group):
     refuse_wrong_arguments(group)
     args = CASE.inputs_of(group.rank, group.device)[:3]
@@ -238,7 +238,7 @@ def test_calls_keep_their_order_and_their_numbers(group):
             compile_body(lambda x: a2a.dispatch(x, *args[1:]).ids + 0, PLAIN)(args[0])
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_objects_share_an_order_and_die_alone(group):
     """Calls of different objects share one order, and a handle keeps no object alive."""
     with weft.AllReduce(group, max_tokens=8, hidden=256) as ar:
@@ -254,7 +254,7 @@ def test_objects_share_an_order_and_die_alone(group):
     assert not any(handle in library._owners for handle in handles)
 
 
-@on_ranks(1, [THREADS])
+@on_ranks(1, "threads")
 def test_fake_tensors_are_refused_outside_of_a_compiler(group):
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -17,9 +17,9 @@ from tests.alltoall.test_ways import strange_rows
 from tests.emulator import operators
 from tests.emulator.operators import EmulatedAllToAll, compile_alltoall
 from tests.emulator.watch import watching, ways
-from tests.kinds import EMULATED, THREADS, on_ranks
 from tests.mutations import COMBINE_FP8 as FAULTS
 from tests.patience import hurry
+from tests.ranks import on_ranks
 from tests.rounds import Round, bits, drop_refusals, play
 from tests.sending import return_by_scatter, return_by_store, round_trip
 from weft.errors import PeerTimeout
@@ -41,7 +41,7 @@ def case_of(name: str) -> Round:
 
 
 @pytest.mark.parametrize("name", WATCHED)
-@on_ranks(RANKS, [EMULATED])
+@on_ranks(RANKS, "emulated")
 def test_memory_accesses_have_the_required_order(group, name):
     case, rows = case_of(name), 0
     with case.open(group, 8, split_phase=True) as a2a:
@@ -88,7 +88,7 @@ def expected_ways(shape: Shape, lost: bool) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("name", WATCHED)
-@on_ranks(RANKS, [THREADS])
+@on_ranks(RANKS, "threads")
 def test_kernels_and_cpu_ranks_interoperate(group, name):
     """Rank 1 runs the CPU kernels, which speak the same protocol."""
     case = case_of(name)
@@ -107,7 +107,7 @@ CHOICES = (
 
 
 @pytest.mark.parametrize("case", CHOICES, ids=lambda case: f"top {case.top_k} of {case.experts}")
-@on_ranks(RANKS, [EMULATED])
+@on_ranks(RANKS, "emulated")
 def test_gemm_push_has_the_bits_of_push(group, case):
     with (
         case.open(group, 8, combine="gemm_push", split_phase=True) as a2a,
@@ -122,7 +122,7 @@ def test_gemm_push_has_the_bits_of_push(group, case):
 
 
 @pytest.mark.parametrize("name", PROFILED)
-@on_ranks(RANKS, [EMULATED])
+@on_ranks(RANKS, "emulated")
 def test_profiled_kernels_keep_every_round_in_order(group, name):
     case = case_of(name)
     with case.open(group, 8, profile=True, split_phase=True) as a2a:
@@ -171,7 +171,7 @@ def is_blank(a2a: weft.AllToAll) -> bool:
 
 
 @pytest.mark.parametrize("name", [None, *FAULTS])
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_a_fault_is_detected(group, name):
     """Play rounds until one is wrong on some rank."""
     mutation, right = None if name is None else FAULTS[name], True

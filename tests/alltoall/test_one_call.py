@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.kinds import CPU, THREADS, on_ranks
 from tests.operators import KINDS, Operator
+from tests.ranks import on_ranks
 from weft.errors import Aborted, OutOfOrder, PeerLeft
 
 OPERATORS = ["pull", "receiver", "oneshot"]
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-@on_ranks(2, [CPU])
+@on_ranks(2, "cpu")
 def test_two_threads_get_right_results_or_errors(group, name):
     """Call from two threads on rank 0: every result is right, or the call raises OutOfOrder."""
     seen: Counter[str] = Counter()
@@ -73,7 +73,7 @@ def end_again(op: Operator, stale: object, done: threading.Event, seen: Counter[
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("name", OPERATORS)
-@on_ranks(2, [CPU])
+@on_ranks(2, "cpu")
 def test_a_forked_child_does_not_act_for_its_parent(group, name):
     with KINDS[name].open(group) as op:
         op.round()
@@ -108,7 +108,7 @@ def in_a_child(op: Operator) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_any_thread_may_close_while_a_call_waits(group, name):
     """Aborts are in tests/runtime/test_failures.py; on a GPU only these end a wait."""
     op = KINDS[name].open(group)

@@ -10,8 +10,8 @@ import torch
 import weft
 from tests import lowlatency_rounds as low
 from tests.compat.calls import refused
-from tests.kinds import CPU, CUDA, THREADS, on_ranks
 from tests.lowlatency_rounds import Mode
+from tests.ranks import on_ranks
 from tests.rounds import MARK, Round, bits, play, synchronize
 from weft import errors
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
@@ -20,7 +20,7 @@ from weft.moe import Expert, ExpertWeights, Routing
 SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 2, "num_experts": 4, "hidden": 16}
 
 
-@on_ranks(2, [CPU, CUDA])
+@on_ranks(2, "cpu", "cuda")
 def test_invalid_input_is_refused_on_the_host(group):
     d = group.device
     x = torch.zeros((3, 16), dtype=torch.bfloat16, device=d)
@@ -45,13 +45,13 @@ def test_invalid_input_is_refused_on_the_host(group):
     a2a.close()
 
 
-@on_ranks(3, [THREADS])
+@on_ranks(3, "threads")
 def test_ranks_that_disagree_raise_at_creation(group):
     sizes = {**SIZES, "hidden": 16 + 16 * (group.rank == 1)}
     refused(GeometryMismatch, lambda: weft.AllToAll(group, **sizes), "hidden", "16", "32")
 
 
-@on_ranks(2, [CPU])
+@on_ranks(2, "cpu")
 def test_a_rank_that_cannot_compile_stops_all(group):
     defines = ("weft=,",) if group.rank == 1 else ()
     with pytest.raises(errors.CreationFailed, match="rank 1(.|\n)*CompileError") as caught:
@@ -59,7 +59,7 @@ def test_a_rank_that_cannot_compile_stops_all(group):
     assert len(set(group.all_gather(str(caught.value)))) == 1
 
 
-@on_ranks(2, [CPU, CUDA])
+@on_ranks(2, "cpu", "cuda")
 def test_invalid_input_is_reported_by_the_device(group):
     d, rank = group.device, f"rank {group.rank}"
     case = Round(tokens=(8, 8), top_k=2, experts=4, hidden=16)
@@ -111,7 +111,7 @@ class Wild(Round):
 CASE = Wild((TOKENS,) * 2, TOP_K, EXPERTS, HIDDEN, ids_dtype=torch.int64)
 
 
-@on_ranks(2, [CPU, CUDA])
+@on_ranks(2, "cpu", "cuda")
 def test_thousands_of_id_vectors_stay_in_their_slots(group):
     """Everything outside the slots of routed tokens is unchanged."""
     with CASE.open(group, TOKENS) as a2a:

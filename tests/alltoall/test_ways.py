@@ -6,7 +6,7 @@ import torch
 
 import weft
 from tests.compat.calls import refused
-from tests.kinds import CUDA, THREADS, on_ranks
+from tests.ranks import on_ranks
 from tests.rounds import Round, bits, combine_options, play, synchronize
 from tests.sending import make, results
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
@@ -83,7 +83,7 @@ def test_counts_beyond_the_inbox_are_clamped(group, way):
         play(a2a, case, poison=False)
 
 
-@on_ranks(3, [THREADS])
+@on_ranks(3, "threads")
 def test_split_calls_must_alternate(group):
     case = Round(tokens=(5, 0, 16), hidden=256)
     x, ids, weights, _ = case.inputs_of(group.rank, group.device)
@@ -231,7 +231,7 @@ SIZES = CASE.sizes(16)
 
 
 @pytest.mark.parametrize("num_sms", [1, 8])
-@on_ranks(2, [CUDA])
+@on_ranks(2, "cuda")
 def test_numbers_on_few_sms(group, num_sms):
     for count in (1, 4099):
         with CASE.open(group, stats=count, num_sms=num_sms) as a2a:
@@ -241,7 +241,7 @@ def test_numbers_on_few_sms(group, num_sms):
             a2a.check()
 
 
-@on_ranks(2, [CUDA])
+@on_ranks(2, "cuda")
 def test_numbers_of_a_replayed_graph(group):
     count, device = 70, group.device
     x, ids, *_ = CASE.next(tokens=(2, 2)).inputs_of(group.rank, device)
@@ -276,7 +276,7 @@ def test_numbers_without_stats_are_refused_and_leave_the_round_as_it_was(group):
         a2a.combine()
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_ranks_that_disagree_raise_at_creation(group):
     words = "stats is 1048577; it must be an integer in 0.."
     refused(InvalidArgument, lambda: weft.AllToAll(group, stats=1048577, **SIZES), words)

@@ -8,7 +8,7 @@ import torch
 
 import weft
 from tests.compat.calls import refused
-from tests.kinds import ANY, CPU, THREADS, on_ranks
+from tests.ranks import ANY, on_ranks
 from tests.rounds import bits
 from tests.sums import Sum
 from weft import reference
@@ -44,7 +44,7 @@ def poison(device: torch.device, *shape: int, dtype: torch.dtype = BF16) -> torc
     return torch.full(size, 0xFF, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
 
-@on_ranks(RANKS, [CPU, *ANY])
+@on_ranks(RANKS, "cpu", "threads", "cuda")
 def test_results_may_replace_the_inputs(group):
     """Residual and norm over residual and input, as engines write them."""
     case = Sum(TOKENS, HIDDEN)
@@ -194,7 +194,7 @@ def test_every_pattern_applies_each_ranks_own(ranks, kind, count):
     ranks(count, kind)(every_pattern, (1, count + 1, MOST) if count < 8 else (1, 9))
 
 
-@on_ranks(RANKS, [THREADS])
+@on_ranks(RANKS, "threads")
 def test_sizes_of_a_workspace(group):
     x = torch.ones((TOKENS + 1, HIDDEN), dtype=BF16)
     with make(group) as workspace:
@@ -218,7 +218,7 @@ def test_sizes_of_a_workspace(group):
     refused(OutOfOrder, workspace.check, "destroyed")
 
 
-@on_ranks(RANKS, [CPU])
+@on_ranks(RANKS, "cpu")
 def test_a_process_group_names_the_ranks(group):
     x = torch.full((3, HIDDEN), 1.0 + group.rank, dtype=BF16)
     for inputs in (group.process_group(), None):
@@ -228,7 +228,7 @@ def test_a_process_group_names_the_ranks(group):
         assert group.all_gather(1) == [1, 1]
 
 
-@on_ranks(RANKS, [THREADS])
+@on_ranks(RANKS, "threads")
 def test_calls_that_the_original_allows_are_refused(group):
     """In addition to test_arguments.py."""
     x, weight = torch.zeros((2, HIDDEN), dtype=BF16), torch.ones(HIDDEN, dtype=BF16)

@@ -13,7 +13,7 @@ import torch
 import weft
 from tests.compat import calls
 from tests.compat.calls import EXPERTS, HIDDEN, MAX, RANKS, TOP_K, make, refused, routing
-from tests.kinds import CPU, CUDA, THREADS, on_ranks
+from tests.ranks import on_ranks
 from tests.rounds import bits
 from weft import errors, leases, reference
 from weft.compat import checks, fusion_workspace, moe_alltoall, triton_dist
@@ -121,7 +121,7 @@ def play(
     assert torch.equal(bits(result.cpu()), bits(want))
 
 
-@on_ranks(RANKS, [CPU, THREADS, CUDA])
+@on_ranks(RANKS, "cpu", "threads", "cuda")
 def test_rounds_are_right_to_the_byte(group):
     sizes = [((3, 1, 5), 5), ((8, 8, 8), 8), ((0, 2, 0), 2), ((0, 0, 0), 1), ((1, 6, 2), MAX)]
     sized: dict[str, Any] = {"hidden_size": None, "workspace_size_per_rank": 1 << 20}
@@ -150,7 +150,7 @@ def as_engines(group: weft.Group, padding: int = 0) -> MoeAlltoAll:
     )  # fmt: skip
 
 
-@on_ranks(RANKS, [CPU, THREADS, CUDA])
+@on_ranks(RANKS, "cpu", "threads", "cuda")
 def test_calls_of_engines(group):
     """One object per layer, in place or copied, and in SGLang 0.5.23 a larger one for prefill."""
     a2as, prefill = [as_engines(group) for _ in LAYERS], as_engines(group, padding=2 * 128)
@@ -169,7 +169,7 @@ def test_calls_of_engines(group):
         a2a.close()
 
 
-@on_ranks(RANKS, [THREADS])
+@on_ranks(RANKS, "threads")
 def test_statistics_are_gathered_until_combine(group):
     load = [torch.arange(EXPERTS, dtype=torch.int32) * (rank + 1) for rank in range(RANKS)]
     own = rows(0, group.rank, group.rank, PLAIN)
@@ -190,7 +190,7 @@ def test_statistics_are_gathered_until_combine(group):
             refused(InvalidArgument, send, "eplb_local_stats", *words)
 
 
-@on_ranks(RANKS, [THREADS])
+@on_ranks(RANKS, "threads")
 def test_each_payload_list_has_its_own_memory(group):
     """From its first round on, by sizes, not dtypes; a list that ranks disagree about raises."""
     get_size = MoeAlltoAll.get_moe_workspace_size_per_rank
@@ -243,7 +243,7 @@ def test_a_capture_makes_no_workspace(ranks, monkeypatch):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@on_ranks(RANKS, [THREADS])
+@on_ranks(RANKS, "threads")
 def test_combine_determines_the_returned_rows(group, inside):
     ids, weights = routing(3, group.rank, 2 + group.rank)
     x = torch.ones((len(ids), HIDDEN), dtype=BF16)
@@ -273,7 +273,7 @@ def test_combine_determines_the_returned_rows(group, inside):
         a2a.combine(y.clone(), limit)
 
 
-@on_ranks(RANKS, [THREADS])
+@on_ranks(RANKS, "threads")
 def test_a_rank_that_left_a_round_is_named(group):
     """The peer raises before the deadline, and objects that share the workspace get the reason."""
     patient = {"timeout": 600.0, "first_timeout": 600.0}
@@ -290,7 +290,7 @@ def test_a_rank_that_left_a_round_is_named(group):
     group.barrier()
 
 
-@on_ranks(RANKS, [THREADS])
+@on_ranks(RANKS, "threads")
 def test_layers_of_equal_sizes_share_one_workspace(group):
     """A round that is never combined ends with its object, closed or dropped."""
     first, second = make(group), make(group)
@@ -317,7 +317,7 @@ def test_layers_of_equal_sizes_share_one_workspace(group):
     second.close()
 
 
-@on_ranks(RANKS, [THREADS])
+@on_ranks(RANKS, "threads")
 def test_ranks_meet_through_the_backend_of_the_configuration(group):
     place, wrong = (calls.Mapping(group.rank, size) for size in (group.size, group.size + 1))
     sizes = {**SIZES, "hidden_size": HIDDEN}
@@ -337,7 +337,7 @@ def test_ranks_meet_through_the_backend_of_the_configuration(group):
     refused(InvalidArgument, made, f"group {place_words}")
 
 
-@on_ranks(RANKS, [CPU])
+@on_ranks(RANKS, "cpu")
 def test_the_default_group_is_torch_distributeds(group):
     world = group.process_group()
     sizes = {**SIZES, "hidden_size": HIDDEN}
@@ -377,7 +377,7 @@ def test_a_constructor_that_fails_keeps_no_group(module, monkeypatch):
         CONSTRUCTORS[module]()
 
 
-@on_ranks(RANKS, [THREADS])
+@on_ranks(RANKS, "threads")
 def test_calls_that_the_original_allows_are_refused(group):
     """In addition to test_arguments.py. A refusal leaves the round alone."""
     mapping, many = calls.Mapping(group.rank, group.size), calls.Mapping(0, 65)
@@ -426,7 +426,7 @@ def test_calls_that_the_original_allows_are_refused(group):
         assert not out.any()
 
 
-@on_ranks(RANKS, [THREADS])
+@on_ranks(RANKS, "threads")
 def test_invalid_expert_ids_are_dropped_and_reported(group):
     with make(group) as a2a:
         ids = torch.tensor([[0, 99]], dtype=torch.int32)

@@ -16,8 +16,8 @@ import weft
 from tests.compat.calls import Mapping, buffered, identity, layer_of, returned, settle
 from tests.compat.test_allreduce_fusion import TOKENS, WIDE, compare, expected, make, outputs, specs
 from tests.compat.test_normal_mode import EXPERTS, Batch, summed, with_topk
-from tests.kinds import CPU, CUDA, on_ranks
 from tests.public import MODES
+from tests.ranks import on_ranks
 from tests.rounds import Round
 from tests.steps import capture_body
 from tests.sums import Sum
@@ -209,7 +209,7 @@ COMPILED += [name for name in MODES if name.split()[0] == "Buffer"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
-@on_ranks(2, [CPU, CUDA], timeout=900.0)
+@on_ranks(2, "cpu", "cuda", timeout=900.0)
 def test_a_compiled_caller_gets_the_same_bits(group, name):
     made = MODES[name](group)
     want = made.call()

@@ -9,7 +9,7 @@ import torch
 
 import weft
 from tests.compat.calls import buffered, layer_of, refused, returned, settle
-from tests.kinds import CPU, CUDA, THREADS, on_ranks
+from tests.ranks import on_ranks
 from tests.rounds import Round, bits
 from weft.compat.deep_ep import Buffer, Config, topk_idx_t
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
@@ -84,7 +84,7 @@ def expected(group: weft.Group, seed: int, weights: torch.Tensor, **fmt: Any) ->
     return returned((x, ids, weights.cpu()), EXPERTS, group.size, quantize, scale=scale_of(fmt))
 
 
-@on_ranks(2, [CPU, THREADS, CUDA])
+@on_ranks(2, "cpu", "threads", "cuda")
 def test_the_originals_own_sequence(group):
     """Every form in one buffer, both ways to hand rows back, and some results dropped."""
     size = Buffer.get_low_latency_rdma_size_hint(MOST, HIDDEN, group.size, EXPERTS)
@@ -172,7 +172,7 @@ def test_a_sent_result_keeps_its_slot_until_the_hook_has_run(group, buffer):
     dispatched(buffer, 0)
 
 
-@on_ranks(2, [CPU])
+@on_ranks(2, "cpu")
 def test_a_process_group_is_kept_and_stays_the_callers(group):
     process_group = group.process_group()
     for options in ({}, {"explicitly_destroy": True}):
@@ -188,7 +188,7 @@ def test_a_process_group_is_kept_and_stays_the_callers(group):
         group.barrier()
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_ranks_that_quantise_differently_raise(group):
     """Rank 1 makes weft's own all-to-all with the sizes and layout of rank 0's buffer."""
     text = "rank 0 has recipe='deep_ep' and rank 1 has recipe='weft'"
@@ -202,7 +202,7 @@ def test_ranks_that_quantise_differently_raise(group):
         makes[group.rank]()
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_calls_that_the_original_allows_are_refused(group):
     """In addition to test_arguments.py. A refusal asks nothing of the peers."""
     buffer, other = (Buffer(group, **LL) for _ in range(2))

@@ -9,7 +9,7 @@ import torch
 
 import weft
 from tests.compat.calls import buffered
-from tests.kinds import ANY, CPU, CUDA, THREADS, on_ranks
+from tests.ranks import ANY, CPU, on_ranks
 from tests.rounds import bits, synchronize
 from weft import errors
 from weft.compat import checks, row_exchange
@@ -283,7 +283,7 @@ def test_rows_beyond_a_bound_of_one_rank_are_dropped(group, buffer):
             buffer.check()
 
 
-@on_ranks(1, [THREADS])
+@on_ranks(1, "threads")
 def test_invalid_arguments_are_refused(group):
     buffer, other, own = Buffer(group), Buffer(group), on(group, batch(group.rank))
     args, topk = layout(buffer, own), {"topk_idx": own.ids, "topk_weights": own.weights}
@@ -374,7 +374,7 @@ def test_a_capture_makes_no_exchange(ranks, monkeypatch):
     ranks(2, "threads")(none_made)
 
 
-@on_ranks(2, [CPU])
+@on_ranks(2, "cpu")
 @buffered()
 def test_a_kernel_that_one_rank_cannot_load(group, buffer):
     """No rank keeps the exchange, and a retry works."""
@@ -389,7 +389,7 @@ def test_a_kernel_that_one_rank_cannot_load(group, buffer):
     same(buffer.combine(*sent(buffer, own))[0], summed(batches[group.rank], group.size))
 
 
-@on_ranks(2, [CUDA])
+@on_ranks(2, "cuda")
 @buffered()
 def test_streams_that_wait_only_for_the_passed_events(group, buffer):
     batches, own, want = drawn(group, (300, 200))

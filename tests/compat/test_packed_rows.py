@@ -10,7 +10,7 @@ from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.emulator.machine_code import frames
 from tests.emulator.operators import EmulatedGroups
 from tests.emulator.watch import watching
-from tests.kinds import THREADS, on_ranks
+from tests.ranks import on_ranks
 from tests.rounds import bits
 from weft.compat import packed_rows, rank_layout
 from weft.compat.row_exchange import RowCombine, RowDispatch, RowFetch
@@ -27,7 +27,7 @@ PROGRAMS = [
 
 
 @pytest.mark.slow
-@on_ranks(3, [THREADS])
+@on_ranks(3, "threads")
 @buffered(timeout=600.0)
 def test_the_kernels_equal_the_cpu_kernels(group, buffer):
     own_rows = on(group, batch(group.rank, TOKENS))
@@ -67,7 +67,7 @@ def test_the_kernels_equal_the_cpu_kernels(group, buffer):
 
 
 @pytest.mark.slow
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 @buffered(timeout=600.0)
 def test_kernels_pack_as_the_cpu_does(group, buffer):
     """Pack as many rows as arrive, more, and fewer, where the rest is dropped."""
@@ -112,7 +112,7 @@ def test_kernels_pack_as_the_cpu_does(group, buffer):
     rounds._kernels = own
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 @buffered()
 def test_overwritten_handles_cause_no_stray_access(group, buffer):
     """With overwritten tensors of a handle, nothing is stored outside of the inbox's rows."""

@@ -14,7 +14,7 @@ import triton.language as tl
 
 import weft
 from tests.compat.calls import layer_of, returned
-from tests.kinds import ANY, on_ranks
+from tests.ranks import ANY, on_ranks
 from tests.rounds import Round
 from weft.errors import OutOfOrder
 from weft.lowlatency import reference as low

@@ -16,7 +16,7 @@ from tests.compiled import (
     compare_low_latency,
     compile_body,
 )
-from tests.kinds import CUDA, on_ranks
+from tests.ranks import on_ranks
 from tests.rounds import Round, synchronize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -63,7 +63,7 @@ def test_one_gpu(ranks, part):
     ranks(1, "cuda")(run, CAPTURED, part, timeout=850.0)
 
 
-@on_ranks(2, [CUDA], timeout=850.0)
+@on_ranks(2, "cuda", timeout=850.0)
 def test_replays_run_without_the_host(group):
     """The host's count of rounds is constant during replays; the device's increases."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from tests.kinds import ANY
+from tests.ranks import ANY
 from tests.steps import STEPPED, Step, capture_body
 
 SIZES: dict[str, tuple[int, ...]] = {

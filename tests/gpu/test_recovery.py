@@ -81,7 +81,7 @@ def hold(step: Step, replay: Callable[[], None], turn: int) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("device", "name"), runs("pull", "send", "sender", "oneshot"))
-@on_ranks(RANKS, "cpu", dies=ORDER)
+@on_ranks(RANKS, dies=ORDER)
 def test_a_graph_works_after_a_recovery(
     group: weft.Group, device: str, name: str, tmp_path: Path
 ) -> None:
@@ -137,7 +137,7 @@ def newcomer(address: str, rank: int, name: str, kind: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("device", "name"), runs("pull"))
-@on_ranks(RANKS, "cpu", dies=[VICTIM])
+@on_ranks(RANKS, dies=[VICTIM])
 def test_a_graph_works_after_a_replacement(
     group: weft.Group, device: str, name: str, tmp_path: Path
 ) -> None:

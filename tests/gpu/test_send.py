@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import weft
-from tests.kinds import CUDA, on_ranks
+from tests.ranks import on_ranks
 from tests.rounds import Round, bits
 from tests.sending import make
 from weft.bench.harness import capture
@@ -73,7 +73,7 @@ class Layer:
         assert torch.equal(bits(self.out), bits(expected))
 
 
-@on_ranks(2, [CUDA])
+@on_ranks(2, "cuda")
 def test_rows_that_a_gemm_stores_are_combined(group):
     layer = Layer(group)
     for _ in range(3):

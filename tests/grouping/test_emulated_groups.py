@@ -12,7 +12,7 @@ import torch
 import weft
 from tests.emulator.operators import EmulatedGroups, compile_groups, places
 from tests.emulator.watch import Event, watching, ways
-from tests.kinds import THREADS, on_ranks
+from tests.ranks import on_ranks
 from tests.rounds import Round, bits, combine_options, drop_refusals
 from tests.sending import make, return_by_scatter, return_by_send, return_by_store, round_trip
 from weft.errors import TokenOverflow
@@ -52,7 +52,7 @@ def emulate(groups: ExpertGroups) -> EmulatedGroups:
         *((name, "masked") for name in ("push", "fp8", "choices")),
     ],
 )
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_kernels_send_as_the_cpu_does(group, name, layout):
     case, way = CASES[name], name.split()[0]
     with (
@@ -85,7 +85,7 @@ def check_touched(seen: list[Event], a2a: weft.AllToAll, way: str) -> None:
     assert {how for how in own if "gpu" in how} == {"updates acq_rel gpu"}
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_many_groups_that_overflow_are_one_refusal(group):
     """The groups of two warps' lanes overflow."""
     case = Round(tokens=(3, 3), top_k=2, experts=160)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.groups import VARIANTS, check_round, empty_round, fill, make, random_ids
 from tests.headers import Header
-from tests.kinds import on_ranks
+from tests.ranks import on_ranks
 from tests.rounds import synchronize
 from weft.grouping.operator import ExpertGroups, Grouped
 

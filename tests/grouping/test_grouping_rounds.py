@@ -8,13 +8,13 @@ import torch
 
 import weft
 from tests.groups import VARIANTS, empty_round, fill, host, make, random_ids
-from tests.kinds import ANY, CPU, CUDA, on_ranks
+from tests.ranks import on_ranks
 from tests.rounds import Round, bits, synchronize
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.operator import ExpertGroups
 
 
-@on_ranks(3, [CPU, *ANY])
+@on_ranks(3, "cpu", "threads", "cuda")
 def test_whole_rounds(group):
     case = Round(tokens=(16, 5, 0)[: group.size], top_k=4, experts=10, router="holes", add=True)
     options = {"max_tokens": 16, "top_k": 4, "num_experts": 10, "hidden": case.hidden}
@@ -84,7 +84,7 @@ def test_memory_bytes_is_exact(group):
         assert ExpertGroups(a2a, align=16).max_rows == (group.size * 450 + 5 * 15) // 16 * 16
 
 
-@on_ranks(2, [CUDA])
+@on_ranks(2, "cuda")
 def test_a_captured_round_replays_with_any_routing(group):
     with make(group) as a2a:
         received, groups = empty_round(a2a), ExpertGroups(a2a, align=16)

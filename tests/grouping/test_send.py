@@ -10,8 +10,8 @@ import torch
 import weft
 from tests.faults import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
 from tests.groups import random_ids
-from tests.kinds import ANY, on_ranks
 from tests.patience import hurry
+from tests.ranks import ANY, on_ranks
 from tests.rounds import Round, bits, combine_options, synchronize
 from tests.sending import (
     make,

@@ -10,8 +10,8 @@ import torch
 import weft
 from tests.emulator.operators import EmulatedLow, compile_low
 from tests.emulator.watch import watching, ways
-from tests.kinds import ANY, CPU, CUDA, EMULATED, THREADS, on_ranks
 from tests.lowlatency_rounds import Mode, expected_out, expert_results, play
+from tests.ranks import ANY, CPU, EMULATED, on_ranks
 from tests.rounds import Round, bits
 from weft.lowlatency import reference as low
 from weft.lowlatency.operator import LowLatencyAllToAll
@@ -146,7 +146,7 @@ def test_epochs_wrap(group):
         assert len(a2a.history()) == 18
 
 
-@on_ranks(3, [*ANY, EMULATED])
+@on_ranks(3, "threads", "cuda", "emulated")
 def test_split_calls_interoperate_with_whole_ones(group):
     case = UNEVEN.next(add=True)
     for base in (Mode(), REDUCED):
@@ -156,7 +156,7 @@ def test_split_calls_interoperate_with_whole_ones(group):
                 play(a2a, mode, case.next(seed=seed), split_phase=(seed + group.rank) % 2 == 0)
 
 
-@on_ranks(3, [*ANY, EMULATED])
+@on_ranks(3, "threads", "cuda", "emulated")
 def test_two_live_results_overlap(group):
     mode = Mode(more={"split_phase": True})
     case = Round(tokens=(5, 9, 16), hidden=256)
@@ -176,7 +176,7 @@ def test_two_live_results_overlap(group):
         a2a.check()
 
 
-@on_ranks(2, [*ANY, EMULATED])
+@on_ranks(2, "threads", "cuda", "emulated")
 def test_results_may_be_dropped_and_combined_again(group):
     """Of four results two are never combined, and each of the others three times."""
     case = Round(tokens=(5, 1), hidden=256, experts=9)
@@ -194,7 +194,7 @@ def test_results_may_be_dropped_and_combined_again(group):
 
 
 @pytest.mark.slow
-@on_ranks(2, [CUDA, EMULATED])
+@on_ranks(2, "cuda", "emulated")
 def test_tables_that_do_not_hold_every_chunk(group):
     """With this many experts, a table entry covers two chunks, and bits are read again."""
     case = Round(tokens=(80, 30), hidden=128, experts=512)
@@ -205,7 +205,7 @@ def test_tables_that_do_not_hold_every_chunk(group):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8", "reduced, fp8 back", "choices"])
-@on_ranks(3, [THREADS])
+@on_ranks(3, "threads")
 def test_kernels_and_cpu_ranks_interoperate(group, name):
     """Rank 1 runs the CPU kernels, which speak the same protocol."""
     mode, case = CASES[name]
@@ -218,7 +218,7 @@ def test_kernels_and_cpu_ranks_interoperate(group, name):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "several" in name])
-@on_ranks(3, [EMULATED])
+@on_ranks(3, "emulated")
 def test_memory_accesses_have_the_required_order(group, name):
     mode, case = CASES[name]
     with mode.make(group, case, 16) as a2a:

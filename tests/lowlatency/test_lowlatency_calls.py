@@ -11,9 +11,9 @@ import weft
 from tests import faults
 from tests.compat.calls import refused
 from tests.headers import HEADER_BYTES
-from tests.kinds import ANY, EMULATED, THREADS, on_ranks
 from tests.lowlatency_rounds import Mode, expert_results, store_at_owners
 from tests.patience import hurry
+from tests.ranks import on_ranks
 from tests.rounds import Round, synchronize
 from weft import errors
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder, PeerTimeout, TokenOverflow
@@ -51,12 +51,12 @@ CHOICES: dict[str, Any] = {"combine": "gemm_push"}
         ),
     ],
 )
-@on_ranks(1, [THREADS])
+@on_ranks(1, "threads")
 def test_invalid_sizes_are_refused(group, options, text):
     refused(InvalidArgument, lambda: make(group, **options), text)
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_ranks_that_differ_raise_with_both_values(group):
     refused(GeometryMismatch, lambda: make(group, slots=1 + group.rank), "slots=1", "slots=2")
     both = "rank 0 has reduce='sender'", "rank 1 has reduce='receiver'"
@@ -120,7 +120,7 @@ def test_calls_out_of_order_are_refused(group):
         a2a.check()
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_a_handle_of_another_all_to_all_is_refused(group):
     """The first dispatches of two layers have equal numbers; each needs its own object."""
     x, ids, weights, _ = inputs(group)
@@ -210,7 +210,7 @@ def test_ranks_need_not_have_counted_the_same_dispatches(group):
     assert torch.equal(*outs)
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_scales_are_laid_out_for_grouped_gemms(group):
     """Two ranks of 5 tokens: 10 rows, padded to 12 in columns."""
     case = Round((5,) * group.size, hidden=256)
@@ -224,7 +224,7 @@ def test_scales_are_laid_out_for_grouped_gemms(group):
             a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_memory_bytes_is_exact(group):
     sizes = {"ranks": group.size, **SIZES}
     with make(group) as a2a:
@@ -352,7 +352,7 @@ def check_addresses(a2a: LowLatencyAllToAll, got: ExpertRows, address: torch.Ten
 
 
 @pytest.mark.parametrize("what", ["row", "choice"])
-@on_ranks(2, [*ANY, EMULATED])
+@on_ranks(2, "threads", "cuda", "emulated")
 def test_a_missing_row_is_named_with_what_arrived(group, what):
     """Rank 1 announces rows to rank 0 but withholds one word."""
     mode = Mode(more={"timeout": 0.6, "first_timeout": 600.0})

@@ -12,9 +12,9 @@ import torch
 
 import weft
 from tests.compat.calls import refused
-from tests.kinds import ANY, EMULATED, on_ranks
 from tests.lowlatency.test_lowlatency import CASES
 from tests.lowlatency_rounds import Mode, play
+from tests.ranks import ANY, on_ranks
 from tests.rounds import Round
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.heap.header import PHASES
@@ -91,7 +91,7 @@ def test_slices_are_on_rank_0s_clock():
     assert document["metadata"]["uncertainty_ns"] == 20
 
 
-@on_ranks(2, [EMULATED])
+@on_ranks(2, "emulated")
 def test_every_cta_of_a_profiled_kernel_leaves_its_page(group):
     mode, case = CASES["fp8"]
     # 56 tokens: three chunks, the last of them cut.

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import weft
-from tests.kinds import THREADS, on_ranks
 from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, WIDER, Case
+from tests.ranks import on_ranks
 from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config
 from weft.moe import MODES, OVERLAPS
@@ -76,14 +76,14 @@ def test_all_ranks_make_and_explain_the_same_choice(ranks, kind, mode):
         ({"overlap": "none"}, {"overlap": "none"}, "gemm_push"),
     ],
 )
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_options_of_any_rank_narrow_the_choice(group, one, other, overlap):
     with CASE.open(group, **{**GROUPED, **(other if group.rank else one)}) as layer:
         result = layer.explain()
     assert (result.overlap, result.auto) == (one.get("overlap", overlap), overlap)
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_options_reach_the_exchange(group):
     case = Case(CONFIGS["softmax"], tokens=(4, 4))
     owners = [1, 0, 1, 1, 0, 0, 1, 1]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import weft
-from tests.kinds import CUDA, THREADS, on_ranks
 from tests.moe.layers import CONFIGS, EXPERTS, WIDER, Case, ordinary_bytes, tolerance_of
+from tests.ranks import on_ranks
 from tests.rounds import bits
 from tests.steps import capture_body
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
@@ -153,7 +153,7 @@ def test_every_overlap_gives_the_same_bits(group, mode):
 
 
 @BOTH
-@on_ranks(3, [THREADS])
+@on_ranks(3, "threads")
 def test_any_routing(group, mode):
     """Run many rounds in one layer: ties, hot experts, idle experts, uneven batches."""
     case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(6, 6, 6))
@@ -175,7 +175,7 @@ def test_any_routing(group, mode):
 
 
 @BOTH
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_tokens_are_sent_before_the_shared_expert_runs(group, mode):
     case, seen = Case(CONFIGS["deepseek"], tokens=(3, 2)), []
     shared = case.shared(group.device)
@@ -367,7 +367,7 @@ def replayed(group: weft.Group, case: Case, replays: int, **options: Any) -> Non
 
 
 @BOTH
-@on_ranks(2, [CUDA], timeout=300.0)
+@on_ranks(2, "cuda", timeout=300.0)
 def test_replays_follow_tokens_routing_and_counts(group, mode):
     graphs = [
         *(("deepseek", gemm, each) for gemm in ("grouped", "torch") for each in OVERLAPS[:2]),

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import weft
-from tests.kinds import THREADS, on_ranks
 from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case
 from tests.moe.test_layer import BOTH, DEEP, PAIRS, settle
+from tests.ranks import on_ranks
 from weft.errors import (
     Aborted,
     CreationFailed,
@@ -45,7 +45,7 @@ WRONG: list[tuple[MoEConfig, dict[str, Any], str]] = [
 ]
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_invalid_layers_are_refused(group):
     for config, options, words in WRONG:
         with pytest.raises(InvalidArgument, match=words):
@@ -83,7 +83,7 @@ def test_wrong_parts(group, mode):
         settle(group)
 
 
-@on_ranks(1, [THREADS])
+@on_ranks(1, "threads")
 def test_weights_of_the_other_kind_are_refused(group):
     plain = Case(DEEP, tokens=(4,)).weights(range(EXPERTS), group.device)
     shared = Case(DEEP, tokens=(4,)).shared(group.device)
@@ -92,7 +92,7 @@ def test_weights_of_the_other_kind_are_refused(group):
             weft.MoE(group, DEEP, weights, max_tokens=4, shared=shared, **options)
 
 
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_ranks_have_one_rule_and_one_mode(group):
     routing = Routing(EXPERTS, 3, renormalise=group.rank == 0)
     with pytest.raises(GeometryMismatch, match="MoE layer differs.*renormalise"):
@@ -180,7 +180,7 @@ def test_a_peer_that_does_not_finish_is_named(group, overlap, mode):
 
 
 @BOTH
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_a_closed_layer_raises(group, mode):
     layer, device = CASE.open(group, mode=mode), group.device
     x, logits = CASE.inputs_of(group.rank, device)

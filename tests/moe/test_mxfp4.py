@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import weft
-from tests.kinds import on_ranks
 from tests.moe.layers import CONFIGS, EXPERTS, Case, dequantized
 from tests.moe.test_layer import one_result
 from tests.moe.test_relocation import LOADS, OTHER
+from tests.ranks import on_ranks
 from tests.rounds import synchronize
 from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config

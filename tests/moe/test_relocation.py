@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import weft
-from tests.kinds import CPU, CUDA, THREADS, on_ranks
 from tests.moe.layers import CONFIGS, EXPERTS, Case
+from tests.ranks import on_ranks
 from tests.rounds import bits, synchronize
 from weft.errors import (
     Aborted,
@@ -105,7 +105,7 @@ def test_layers_with_replicas(ranks, kind, name, options, monkeypatch):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@on_ranks(2, [CPU])
+@on_ranks(2, "cpu")
 def test_failed_relocations_leave_no_usable_layer(group, late):
     """If one rank fails or stops in a move, no rank computes with mixed weights."""
     case, first, second = SOFTMAX, FIRST, SECOND
@@ -133,7 +133,7 @@ def test_failed_relocations_leave_no_usable_layer(group, late):
 
 
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
-@on_ranks(2, [THREADS])
+@on_ranks(2, "threads")
 def test_no_expert_moves_within_a_round(group, mode):
     """Between dispatch and combine, or during another thread's call, a move is refused."""
     case, first, second = SOFTMAX.next(tokens=(4, 3)), FIRST, SECOND
@@ -204,7 +204,7 @@ def test_weights_of_the_caller(group):
         layer.relocate(first)
 
 
-@on_ranks(2, [CUDA])
+@on_ranks(2, "cuda")
 def test_graphs_work_after_a_relocation(group):
     case, first, second = Case(CONFIGS["softmax"], tokens=(16, 9)), FIRST, SECOND
     with open_layer(group, case, first) as layer:
