@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import random
 import signal
@@ -21,7 +20,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -36,34 +34,27 @@ from tests.moe.test_relocation import hold, open_layer
 from tests.recovery import plan_death
 from tests.subjects import SUBJECTS, Subject
 from weft.errors import BadExpertId, CreationFailed, ExpertsLost, GroupError, RendezvousFailed
-from weft.group import control as control_plane
-from weft.group import meeting, wire
-from weft.group.meeting import Meeting
+from weft.group import control, wire
 from weft.launcher import processes
 from weft.launcher.launch import launch
 from weft.moe import ExpertWeights, Replicas
 
-RANKS, STEPS, REPLACED = 4, 30, 18
+RANKS, STEPS = 4, 30
 KINDS = ("alltoall", "lowlatency", "reduce", "layer", "relocate")
 POINTS = {"alltoall": range(1, 8), "lowlatency": range(1, 8), "reduce": range(8, 11)}
 PLACES = (THRICE, Replicas(THRICE.logical[::-1], RANKS))
 CALL = 8.0  # seconds for a call or a control message: a busy machine is slow, too
-JOIN = 12.0  # for new processes to come, and each of their steps
 RECOVER = 15.0
 LIMIT = 240.0  # for a run, which may compile kernels first
 TRIES = 8  # recoveries one after the other
 BROKEN = (GroupError, RendezvousFailed, CreationFailed)
-IMPORTED = (Subject.__module__, open_layer.__module__, "pytest", "sympy")  # sympy: by torch, in 5 s
-BEFORE_END = threading.Lock()  # held for good by a process that is struck no more
-REFUSED = 3  # exit code of a new process that was not taken in
 
 
 @dataclass(frozen=True)
 class Death:
     """When and how a process is killed or stopped.
 
-    place: "round" (before `step`); the first "recovery" or "replacement" that it takes part in;
-        "newcomer" (from its start).
+    place: "round" (before `step`), or the first "recovery" that it takes part in.
     how: "point" (a fault point of a kernel), "kill", "stop".
     after: seconds from there, or control messages, or the number of the fault point.
     """
@@ -83,8 +74,7 @@ class Death:
             timer.start()
 
     def _strike(self) -> None:
-        with BEFORE_END:
-            os.kill(os.getpid(), signal.SIGSTOP if self.how == "stop" else signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if self.how == "stop" else signal.SIGKILL)
 
     def _at_frame(self) -> None:
         """Kill this rank before it sends a given control message; each message goes to one peer."""
@@ -96,69 +86,54 @@ class Death:
                 self._strike()
             return send(*args)
 
-        for module in (control_plane, meeting):
-            vars(module)["send"] = counted
+        vars(control)["send"] = counted
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Deaths of the ranks, and of new processes in the order of their start; later ones live."""
+    """Deaths of ranks, drawn from a seed."""
 
     seed: int
     way: str
-    replaces: bool
     deaths: dict[int, Death]
-    newcomers: tuple[Death | None, ...]
 
     @classmethod
     def from_seed(cls, seed: int) -> Plan:
         draw = random.Random(seed)
-        replaces = draw.random() < 0.5
-        victims = draw.sample(range(RANKS), draw.choice((1, 1, 2)))
         deaths: dict[int, Death] = {}
-        for rank in victims:
-            places = ["round"] if not deaths else ["round", "recovery"] + ["replacement"] * replaces
-            deaths[rank] = drawn_death(draw, draw.choice(places))
-        newcomers = [
-            drawn_death(draw, "newcomer") if draw.random() < 0.7 else None
-            for _ in range(len(victims) + 1)
-        ]
-        return cls(seed, draw.choice(list(WAYS)), replaces, deaths, tuple(newcomers))
+        for rank in draw.sample(range(RANKS), draw.choice((1, 1, 2))):
+            places = ["round", "recovery"] if deaths else ["round"]
+            deaths[rank] = draw_death(draw, draw.choice(places))
+        return cls(seed, draw.choice(list(WAYS)), deaths)
 
-    def stops(self, place: str = "") -> bool:
-        every = (*self.deaths.values(), *filter(None, self.newcomers))
-        return any(death.how == "stop" and place in ("", death.place) for death in every)
+    @property
+    def stopped(self) -> list[int]:
+        return [rank for rank, death in self.deaths.items() if death.how == "stop"]
 
     def __str__(self) -> str:
-        struck = [f"rank {rank}: {death}" for rank, death in self.deaths.items()]
-        new = [str(death) for death in self.newcomers] if self.replaces else []
-        return f"{self.way}; {'; '.join(struck)}" + "".join(f"; new: {each}" for each in new)
+        return f"{self.way}; " + "; ".join(f"rank {r}: {death}" for r, death in self.deaths.items())
 
 
-def drawn_death(draw: random.Random, place: str) -> Death:
+def draw_death(draw: random.Random, place: str) -> Death:
     how = "stop" if draw.random() < 0.2 else "kill"
     if place == "round":
-        step = draw.randrange(2, REPLACED - 4)
+        step = draw.randrange(2, STEPS // 2)
         kind = KINDS[step % len(KINDS)]
         if kind == "relocate" and draw.random() < 0.8:
             return Death(place, how, draw.randrange(1, 60), frames=True, step=step)
         if kind in POINTS and how == "kill" and draw.random() < 0.5:
             return Death(place, "point", draw.choice(POINTS[kind]), step=step)
         return Death(place, how, draw.random() / 20, step=step)
-    frames = {"recovery": 10, "replacement": 40, "newcomer": 90}[place]
-    seconds = {"recovery": 0.02, "replacement": 0.5, "newcomer": 1.5}[place]
     if draw.random() < 0.7:
-        return Death(place, how, draw.randrange(1, frames), frames=True)
-    return Death(place, how, seconds * draw.random())
+        return Death(place, how, draw.randrange(1, 10), frames=True)
+    return Death(place, how, 0.02 * draw.random())
 
 
 @dataclass
 class Rank:
     group: weft.Group
     plan: Plan
-    folder: Path
-    new: bool = False  # took a dead rank's number
-    step: int | None = 0  # None: before it knows where the others are
+    step: int = 0
     recoveries: int = 0
     operators: dict[str, Any] = field(default_factory=dict)
     subjects: dict[str, Subject] = field(default_factory=dict)
@@ -175,17 +150,13 @@ class Rank:
         group.timeout = CALL
 
     def run(self) -> None:
-        together = self.step is not None
+        together = True
         while True:
             try:
                 if not together:
                     self.come_together()
                     together = True
-                assert self.step is not None
-                if self.step >= REPLACED and self.plan.replaces and len(self.group.living) < RANKS:
-                    together = False
-                    self.replace()
-                elif self.step < STEPS:
+                if self.step < STEPS:
                     self.disturb()
                     self.one_step(self.step)
                     self.step += 1
@@ -193,8 +164,6 @@ class Rank:
                     time.sleep(CALL)
                     raise AssertionError(f"rank {self.group.rank} still lives: {self.death}")
                 else:
-                    if self.new:  # who is struck in the last message may leave the others apart
-                        BEFORE_END.acquire(blocking=False)
                     self.group.barrier()
                     return
             except BROKEN:
@@ -203,11 +172,7 @@ class Rank:
 
     @property
     def death(self) -> Death | None:
-        return None if self.new else self.plan.deaths.get(self.group.rank)
-
-    def strike(self, place: str) -> None:
-        if self.death is not None and self.death.place == place:
-            self.death.arm()
+        return self.plan.deaths.get(self.group.rank)
 
     def disturb(self) -> None:
         death = self.death
@@ -236,14 +201,12 @@ class Rank:
             operator.check()
 
     def recover(self) -> None:
-        self.strike("recovery")
-        suspects = [rank for rank, death in self.plan.deaths.items() if death.how == "stop"]
-        if self.plan.stops("newcomer"):
-            suspects = list(self.plan.deaths)
+        if self.death is not None and self.death.place == "recovery":
+            self.death.arm()
         last: Exception | None = None
         for _ in range(TRIES):
             try:
-                self.group.recover(suspects=suspects, timeout=RECOVER)
+                self.group.recover(suspects=self.plan.stopped, timeout=RECOVER)
             except (ExpertsLost, CreationFailed) as error:
                 last = error
                 if "a relocation failed" not in str(error):
@@ -256,126 +219,17 @@ class Rank:
         raise AssertionError(f"{TRIES} recoveries failed, the last one by: {last}") from last
 
     def come_together(self) -> None:
-        """Return to the common step of all old ranks, with the weights of one placement."""
+        """Return to the earliest step of all ranks, with the weights of one placement."""
         layer = self.operators["layer"]
         reported = self.group.all_gather([self.step, layer._placement.relocation_failed])
         known = [reported[rank] for rank in self.group.living]
-        step = min(each[0] for each in known if each[0] is not None)
-        if any(mixed or at is None for at, mixed in known):
+        step = min(at for at, _ in known)
+        if any(mixed for _, mixed in known):
             place, rank = PLACES[step % 2], self.group.rank
             own = [LAYER.expert(e) for e in place.logical_experts(rank)]
             weights = ExpertWeights.stack(LAYER.config, own, self.group.device)
             layer.relocate(place, weights=weights)
         self.step = step
-
-    def replace(self) -> None:
-        group = self.group
-        self.strike("replacement")
-        meeting = group.open_meeting()
-        if group.rank == group.living[0]:
-            gone = [rank for rank in range(RANKS) if rank not in group.living]
-            ask(self.folder, "start", meeting.address, gone)
-        try:
-            group.replace(meeting, timeout=JOIN)
-        except BROKEN:
-            ask(self.folder, "end", meeting.address)
-            raise
-
-
-def ask(folder: Path, what: str, address: str, ranks: list[int] | None = None) -> None:
-    path = folder / f"{time.monotonic_ns()}.{os.getpid()}"
-    path.write_text(json.dumps([what, address, ranks]))
-    path.rename(path.with_suffix(".ask"))
-
-
-class Newcomers:
-    """New processes, started and ended by the driver because any rank may die. Context manager.
-
-    A thread does what ranks `ask` for. One that ends, ends its meeting, as a launcher does.
-    """
-
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        self._plan, self._folder, self._stop = plan, folder, threading.Event()
-        self._late = iter(plan.newcomers)
-        self.started: list[tuple[str, BaseProcess]] = []  # with the address of its meeting
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-
-    def _serve(self) -> None:
-        ended: set[int] = set()
-        try:
-            while not self._stop.wait(0.01):
-                for path in sorted(self._folder.glob("*.ask")):
-                    what, address, ranks = json.loads(path.read_text())
-                    path.unlink()
-                    for rank in ranks or ():
-                        self._start(address, rank)
-                    if what == "end":
-                        self._end(address)
-                for at, (address, process) in enumerate(self.started):
-                    if at not in ended and process.exitcode is not None:
-                        ended.add(at)
-                        Meeting.from_address(address).abort(f"{process.name} ended")
-        except BaseException as error:
-            self._error = error
-
-    def _start(self, address: str, rank: int) -> None:
-        death = next(self._late, None)
-        inputs = address, rank, self._plan.seed, death, str(self._folder), len(self.started)
-        name = f"the new process of rank {rank}"
-        process = processes.start_fork_server(IMPORTED).Process(
-            target=newcomer, args=inputs, name=name
-        )
-        process.start()
-        self.started.append((address, process))
-
-    def _end(self, address: str) -> None:
-        for place, process in self.started:
-            if place == address and process.exitcode is None:
-                process.kill()
-
-    def __enter__(self) -> Newcomers:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        processes = [process for _, process in self.started]
-        deadline = time.monotonic() + CALL
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        self._stop.set()
-        self._thread.join()
-        stuck = [process.name for process in processes if process.exitcode is None]
-        for process in processes:
-            process.kill()
-            process.join()
-        if self._error is not None:
-            raise self._error
-        assert not stuck, f"{', '.join(stuck)} did not end"
-
-
-def newcomer(
-    address: str, rank: int, seed: int, death: Death | None, folder: str, number: int
-) -> None:
-    plan = Plan.from_seed(seed)
-    with stacks(Path(folder), f"newcomer {rank} {number}"):
-        before = resource_counts()
-        if death is not None:
-            death.arm()
-        try:
-            group = weft.Group.join(address, rank=rank, size=RANKS, device="cpu", timeout=JOIN)
-        except BROKEN:
-            sys.exit(REFUSED)
-        with group, ExitStack() as stack:
-            this = Rank(group, plan, Path(folder), new=True, step=None)
-            group.timeout = JOIN
-            try:
-                this.open(stack)
-                group.enter(timeout=JOIN)
-            except BROKEN:
-                sys.exit(REFUSED)
-            this.run()
-        Path(folder, f"newcomer {rank} {number}.json").write_text(json.dumps(outcome(this, before)))
 
 
 @contextlib.contextmanager
@@ -397,48 +251,35 @@ def stacks(folder: Path, name: str) -> Iterator[None]:
     path.unlink()
 
 
-def outcome(this: Rank, before: tuple[int, int, int]) -> dict[str, Any]:
-    after = resource_counts()
-    kept = {"mapped": after[1] - before[1], "files": after[0] - before[0]}
-    return {"living": this.group.living, "recoveries": this.recoveries, **kept}
-
-
 def rank_body(group: weft.Group, seed: int, folder: str) -> dict[str, Any]:
     with stacks(Path(folder), f"rank {group.rank}"):
         before = resource_counts()
-        this = Rank(group, Plan.from_seed(seed), Path(folder))
+        this = Rank(group, Plan.from_seed(seed))
         with ExitStack() as stack:
             this.open(stack)
             this.run()
-        return outcome(this, before)
+        after = resource_counts()
+        kept = {"files": after[0] - before[0], "mapped": after[1] - before[1]}
+        return {"living": list(group.living), "recoveries": this.recoveries, **kept}
 
 
 def work(plan: Plan, folder: Path) -> None:
-    with Newcomers(plan, folder) as new:
-        messages = launch(
-            rank_body, plan.seed, str(folder), ranks=RANKS, timeout=LIMIT, tolerate_deaths=True
-        )
-    survivors = {rank for rank, each in enumerate(messages) if each is not None}
-    assert survivors == set(range(RANKS)) - set(plan.deaths), f"{messages}"
-    reported = {f"rank {rank}": messages[rank] for rank in survivors}
-    for path in folder.glob("newcomer *.json"):
-        reported[path.stem] = json.loads(path.read_text())
-    joined = {int(name.split()[1]) for name in reported if name.startswith("newcomer")}
-    assert joined == (set(plan.deaths) if plan.replaces else set()), f"{reported}"
-    for name, each in reported.items():
-        expected = range(RANKS) if plan.replaces else sorted(survivors)
-        assert list(each["living"]) == list(expected), f"{name}: {reported}"
-        assert each["recoveries"] >= 1 or name.startswith("newcomer"), f"{name}: {reported}"
-        assert each["mapped"] == 0, f"{name}: {reported}"
-        assert each["files"] <= 0, f"{name}: {reported}"
-    ends = {process.name: process.exitcode for _, process in new.started}
-    assert {*ends.values()} <= {0, -signal.SIGKILL, REFUSED}, f"{ends}"
+    reported = launch(
+        rank_body, plan.seed, str(folder), ranks=RANKS, timeout=LIMIT, tolerate_deaths=True
+    )
+    survivors = [rank for rank in range(RANKS) if rank not in plan.deaths]
+    assert [rank for rank, each in enumerate(reported) if each is not None] == survivors, reported
+    for each in (reported[rank] for rank in survivors):
+        assert each["living"] == survivors, reported
+        assert each["recoveries"] >= 1, reported
+        assert each["mapped"] == 0, reported
+        assert each["files"] <= 0, reported
 
 
 def one_run(seed: int) -> None:
     """Play one seed. Raises AssertionError with the seed and the stacks of hanging ranks."""
     plan = Plan.from_seed(seed)
-    processes.start_fork_server(IMPORTED)  # whose own directory is not one of this run
+    processes.start_fork_server()  # whose own directory is not one of this run
     shared = in_shared_memory()
     with (
         tempfile.TemporaryDirectory(prefix="chaos-") as place,
@@ -475,7 +316,7 @@ def of_fork_server() -> list[str]:
     return result
 
 
-SEEDS = [seed for seed in range(40) if not Plan.from_seed(seed).stops()][:8]
+SEEDS = [seed for seed in range(40) if not Plan.from_seed(seed).stopped][:8]
 
 
 @pytest.mark.slow

@@ -75,14 +75,14 @@ def run_processes(job: Job, timeout: float) -> list[Report]:
         _terminate(ranks)
 
 
-def start_fork_server(more: Sequence[str] = ()) -> ForkServerContext:
-    """Return the context of the fork server, which preloads `_PRELOAD` and `more` at its start.
+def start_fork_server() -> ForkServerContext:
+    """Return the context of the fork server, which preloads `_PRELOAD` at its start.
 
     The server searches this process's sys.path. By default CPython runs it as `python -c` without
     that path, so a `weft` in the working directory would take precedence over the installed one.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *more])
+    context.set_forkserver_preload(_PRELOAD)
     overrides = {
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
