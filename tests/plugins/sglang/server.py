@@ -120,3 +120,22 @@ def alone(x: torch.Tensor, block: str, **more: Any) -> torch.Tensor:
 
     more |= {"scale": kind.scale or 1.0, "shared": shared if kind.mlp else None}
     return standins.alone(x, gating=clamped_swiglu(0.5) if kind.activation else None, **more)
+
+
+ELASTIC_FLAGS: dict[str, Any] = {
+    "elastic_ep_backend": "weft",
+    "disable_overlap_schedule": True,
+    "enable_dp_lm_head": True,
+    "moe_dense_tp_size": 1,
+    "enable_dp_attention_local_control_broadcast": True,
+    "ep_dispatch_algorithm": "static",
+}
+
+
+def replicated(group: weft.Group, **flags: Any) -> Server:
+    """Serve a model whose experts have two replicas each, on ranks two apart."""
+    kwargs = ELASTIC_FLAGS | flags
+    static = kwargs["ep_dispatch_algorithm"] == "static"
+    rows = (torch.arange(16) % 8).repeat(2, 1)
+    install_standin("sglang", RELEASE).place(rows, group.size, 8, static)
+    return Server(group, "qwen3", redundant=8, **kwargs)

@@ -511,7 +511,8 @@ class ModelRunner:
 
     def forward(self, forward_batch: Any) -> torch.Tensor:
         STATE.counts, STATE.real = forward_batch.counts, forward_batch.num_token_non_padded
-        out: torch.Tensor = self.model(forward_batch.x, forward_batch)
+        x, forward_batch.x = forward_batch.x, None  # a failed pass leaves a changed batch
+        out: torch.Tensor = self.model(x, forward_batch)
         return out
 
 

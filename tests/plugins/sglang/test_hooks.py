@@ -160,6 +160,9 @@ REFUSED_FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"enable_torch_compile": True}, "--enable-torch-compile: remove these flags"),
     ({"enable_pdmux": True}, "--enable-pdmux: remove these flags"),
     ({"elastic_ep_backend": "mooncake"}, "--elastic-ep-backend mooncake: remove these flags"),
+    ({"elastic_ep_backend": "weft", "moe_dense_tp_size": 1, "max_ep_size": 8},
+     "weft needs --disable-overlap-schedule, --enable-dp-lm-head, --enable-dp-attention-local-"
+     "control-broadcast, no --max-ep-size, --ep-dispatch-algorithm static or dynamic: "),
     ({"attn_cp_size": 2}, "--attn-cp-size: remove these flags"),
     ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode: remove"),
     ({"enable_lora": True}, "--lora-target-modules is not given: pass"),

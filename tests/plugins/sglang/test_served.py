@@ -21,10 +21,10 @@ from tests.plugins.sglang.server import (
     enter,
     launch_cases,
     leave,
+    replicated,
     sglang,
 )
 from tests.plugins.sglang.test_allreduce import refused
-from tests.plugins.sglang.test_elastic import replicated
 from tests.plugins.standins import CLOSE, Kept, error_of, max_relative_difference, tokens
 from weft.launcher.launch import launch
 from weft.plugins import faults
@@ -181,13 +181,18 @@ def misuse(group: weft.Group) -> dict[str, str]:
 
 
 def refuse_block(group: weft.Group) -> dict[str, str]:
-    """A block whose forward may reduce or add what weft already does is refused."""
+    """A block whose forward may reduce or add what weft already does, and a useless flag."""
     standin = enter()
     forward = {"forward": lambda self, hidden_states, forward_batch=None: hidden_states}
     standin.Another = type("Another", (standin.Qwen3MoeSparseMoeBlock,), forward)
     BLOCKS["another"] = "Another"
-    error = error_of(Server, group, "another")
-    return {"Another of Model is not among the MoE blocks that weft supports": error}
+    stock = partial(Server, backend="none", elastic_ep_backend="weft")
+    return {
+        "Another of Model is not among the MoE blocks that weft supports": error_of(
+            Server, group, "another"
+        ),
+        "--elastic-ep-backend weft needs --moe-a2a-backend weft": error_of(stock, group),
+    }
 
 
 def run_stock(group: weft.Group) -> dict[str, str]:
