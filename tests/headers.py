@@ -4,4 +4,4 @@
 from weft.heap.header import header_bytes, header_structs
 
 HEADER_BYTES = header_bytes(1)
-Timeline, Header = header_structs(1).Timeline, header_structs(1).Header
+Header = header_structs(1).Header

@@ -21,12 +21,13 @@ from tests import faults
 from tests.baseline import die, raises_soon
 from tests.faults import ANY_PEER, DIE, plan_fault
 from tests.operators import FOR_EACH_PEER, HIDDEN, KINDS, POINTS, TOP_K, Kind
-from tests.patience import hurry
+from tests.patience import SECONDS, hurry
 from tests.ranks import on_ranks
 from tests.subjects import SUBJECTS
-from weft import errors
+from weft import errors, logs
 from weft.errors import Aborted, PeerDied, PeerLeft, PeerTimeout, RankFailed
 from weft.heap.header import EPOCH_MASK, RING_RECORDS, ErrorRecord
+from weft.runtime import waits
 from weft.runtime.report import ABORTED, ALL_REDUCE, PEER_DIED, PEER_TIMEOUT, build_group_error
 
 SOON = 60.0  # seconds: a loaded machine may take long, but a deadline takes ten times that
@@ -233,6 +234,30 @@ def test_a_late_rank_is_waited_for_and_the_first_round_has_a_deadline(group, nam
                 op.round()
             assert time.monotonic() - start > 0.5
         group.barrier()  # a rank that gives back memory holds up the others of its GPU
+
+
+def wait_until(condition) -> None:
+    until = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_long_wait_is_logged_with_the_late_rank(ranks, caplog, monkeypatch):
+    monkeypatch.setattr(logs, "FIRST_LOG_SECONDS", 0.4)
+
+    def body(group):
+        with KINDS["pull"].open(group) as op:
+            if group.rank == 1:
+                wait_until(lambda: "rank 0 has waited" in caplog.text)
+            op.round()
+
+    ranks(2, "threads")(body)
+    text = "after 0 finished rounds, for other ranks: rank 1 .*is in no call"
+    assert re.search(text, caplog.text)
+    # Closed operators are polled no more. Fixtures of other tests may keep open ones.
+    polled = waits.WAIT_WATCHER._states
+    wait_until(lambda: all(each.read_own_header() is not None for each in list(polled)))
 
 
 @pytest.mark.parametrize("name", ["pull", "receiver"])
