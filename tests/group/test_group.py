@@ -61,25 +61,16 @@ def test_values_of_up_to_a_mebibyte_of_json_travel(group):
     group.barrier()
 
 
-ERRORS = [
+FAILED, TEXT_7 = "it failed on rank", "InvalidArgument: x is 7"
+SEVEN, EIGHT, NOW = InvalidArgument("x is 7"), InvalidArgument("x is 8"), OutOfOrder("now")
+ERRORS: list[tuple[list[Exception | None], type[Exception] | None, str]] = [
     ([None] * 3, None, ""),
-    (
-        [None, ValueError("no 1"), None],
-        CreationFailed,
-        "it failed on rank 1 of 3: ValueError: no 1",
-    ),
-    ([InvalidArgument("x is 7"), InvalidArgument("x is 8")] * 2, InvalidArgument, "x is 7"),
-    ([OutOfOrder("now")] * 3, OutOfOrder, "now"),
-    (
-        [InvalidArgument("x is 7"), None, OutOfOrder("now")],
-        CreationFailed,
-        "it failed on rank 0 of 3 (and on rank 2): InvalidArgument: x is 7",
-    ),
-    (
-        [ValueError("x")] * 3,  # not weft's: nothing documents it
-        CreationFailed,
-        "it failed on rank 0 of 3 (and on rank 1, 2): ValueError: x",
-    ),
+    ([None, ValueError("no 1"), None], CreationFailed, f"{FAILED} 1 of 3: ValueError: no 1"),
+    ([SEVEN, EIGHT, SEVEN], InvalidArgument, "x is 7"),
+    ([NOW] * 3, OutOfOrder, "now"),
+    ([SEVEN, None, NOW], CreationFailed, f"{FAILED} 0 of 3 (and on rank 2): {TEXT_7}"),
+    # Not weft's: nothing documents it.
+    ([KeyError(1)] * 3, CreationFailed, f"{FAILED} 0 of 3 (and on rank 1, 2): KeyError: 1"),
 ]
 
 
@@ -131,18 +122,6 @@ def test_descriptors_reach_every_rank_in_order(group, size):
     ]
     for fd in (own, *fds):
         os.close(fd)
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-@on_ranks(3, "cpu", dies="victim")
-def test_a_rank_that_dies_is_named_at_once(group, victim):
-    group.barrier()
-    if group.rank == victim:
-        die()
-    vote, gather = partial(group.vote, None, action="on"), partial(group.all_gather, 1)
-    for call in (gather, group.barrier, vote, partial(group.exchange_fds, 0)):
-        with raises_soon(RendezvousFailed, rf"rank {victim} \(pid .*died"):
-            call()
 
 
 @pytest.mark.parametrize("sleeper", [0, 1])
@@ -212,15 +191,15 @@ def test_a_death_is_named_while_a_forked_child_lives(group):
     """The child has its parent's sockets, which therefore stay open when rank 1 dies."""
     child = os.fork() if group.rank == 1 else None
     if child == 0:
-        time.sleep(60.0)
+        time.sleep(600.0)
         os._exit(0)
     child = group.all_gather(child)[1]
     if group.rank == 1:
         die()
     text = r"^rank 1 \(pid \d+\) died while the group was in barrier$"
-    with raises_soon(RendezvousFailed, text, 20.0):
-        group.barrier(timeout=40.0)
-    group.recover(timeout=40.0)
+    with raises_soon(RendezvousFailed, text):
+        group.barrier(timeout=600.0)
+    group.recover(timeout=600.0)
     group.barrier()
     if group.rank == 0:
         os.kill(child, signal.SIGKILL)
@@ -330,55 +309,56 @@ def test_a_rank_that_cannot_watch_raises_and_keeps_no_descriptor(group, what):
     assert open_files() <= before
 
 
-@contextlib.contextmanager
-def started(count: int):
-    processes = [subprocess.Popen(["sleep", "600"]) for _ in range(count)]
+@pytest.fixture
+def watched():
+    """Start three processes; return them and pidfds of theirs, which a `Liveness` takes over."""
+    processes = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
     yield processes, {rank: os.pidfd_open(each.pid) for rank, each in enumerate(processes)}
     for each in processes:
         each.kill()
         each.wait()
 
 
-def test_no_death_is_reported_after_close() -> None:
+def test_no_death_is_reported_after_close(watched):
     """Of two peers that ended, one is reported; its callback closes, after which none is."""
+    processes, peers = watched
     reported: queue.Queue[int] = queue.Queue()
-    made = threading.Event()
+    created = threading.Event()
 
-    def close_at_once(rank: int) -> None:
-        made.wait()
+    def close_at_once(rank):
+        created.wait()
         liveness.close()
         reported.put(rank)
 
-    with started(3) as (processes, peers):
-        for each in processes[:2]:
-            each.kill()
-            each.wait()
-        liveness = Liveness(peers, {}, create_lifetime_pipe(), close_at_once)
-        made.set()
-        reported.get(timeout=600.0)
-        liveness._thread.join(600.0)
+    for each in processes[:2]:
+        each.kill()
+        each.wait()
+    liveness = Liveness(peers, {}, create_lifetime_pipe(), close_at_once)
+    created.set()
+    reported.get(timeout=600.0)
+    liveness._thread.join(600.0)
     assert reported.empty()
     assert not liveness._thread.is_alive()
 
 
-def test_a_pipe_reports_a_death_before_the_process_ends() -> None:
+def test_a_pipe_reports_a_death_before_the_process_ends(watched):
     """Rank 1 leaves as `close` does, and then rank 0's pipe ends, as when it is killed."""
+    (_, process, last), peers = watched
     reported: queue.Queue[int] = queue.Queue()
-    with started(3) as ((_, process, last), peers):
-        pipes, kept = zip(create_lifetime_pipe(), create_lifetime_pipe(), strict=True)
-        liveness = Liveness(peers, dict(enumerate(pipes)), create_lifetime_pipe(), reported.put)
-        os.write(kept[1], b".")
-        for fd in kept:
-            os.close(fd)
-        assert reported.get(timeout=600.0) == 0
-        assert not liveness.has_ended(0)
-        process.kill()
-        assert reported.get(timeout=600.0) == 1
-        process.wait()
-        assert liveness.has_ended(1)
-        last.kill()  # it has a pidfd alone
-        assert reported.get(timeout=600.0) == 2
-        liveness.close()
+    pipes, kept = zip(create_lifetime_pipe(), create_lifetime_pipe(), strict=True)
+    liveness = Liveness(peers, dict(enumerate(pipes)), create_lifetime_pipe(), reported.put)
+    os.write(kept[1], b".")
+    for fd in kept:
+        os.close(fd)
+    assert reported.get(timeout=600.0) == 0
+    assert not liveness.has_ended(0)
+    process.kill()
+    assert reported.get(timeout=600.0) == 1
+    process.wait()
+    assert liveness.has_ended(1)
+    last.kill()  # it has a pidfd alone
+    assert reported.get(timeout=600.0) == 2
+    liveness.close()
     assert reported.empty()
 
 
@@ -394,17 +374,6 @@ def test_torch_groups_both_ways(group):
     with Group.from_torch(pg, device="cpu", timeout=600.0) as other:
         assert other.process_group() is pg
         assert other.all_gather(other.rank + 1) == [1, 2]
-    os.environ["WEFT_HOST"] = str(group.rank)
-    with Group.from_torch(pg, device="cpu", timeout=600.0) as other:
-        other.barrier()
-        other.agree({"a": 1}, label="it")
-        assert other.all_gather(other.rank + 1) == [1, 2]
-        with pytest.raises(InvalidArgument, match="this group spans several machines"):
-            other.exchange_fds(0)
-        with pytest.raises(CreationFailed, match="^it failed on rank 1 of 2: OSError: x$"):
-            other.vote(OSError("x") if group.rank else None, action="it")
-        with pytest.raises(GeometryMismatch):
-            other.agree(group.rank, label="it")
     group.close()
     assert not dist.is_initialized()
     assert call_outcome(other.barrier)[0] == "OutOfOrder"
@@ -470,17 +439,18 @@ def test_an_invalid_gather_raises_a_typed_error(row, monkeypatch):
 
 
 @on_ranks(1, "threads")
-def test_threads_have_no_torch_group(group):
-    with pytest.raises(InvalidArgument, match=r"torch.distributed needs processes"):
-        group.process_group()
-    with pytest.raises(InvalidArgument, match="init_process_group first"):
-        Group.from_torch()
+def test_calls_that_cannot_work_are_refused(group):
+    for text, call in (
+        ("torch.distributed needs processes", group.process_group),
+        ("init_process_group first", Group.from_torch),
+        ('weft supports "cpu" and "cuda"', partial(hosts.resolve_device, "meta")),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            call()
 
 
-def test_only_known_devices(monkeypatch):
+def test_the_current_gpu_is_the_default(monkeypatch):
     assert hosts.resolve_device("cpu") == torch.device("cpu")
-    with pytest.raises(InvalidArgument, match='weft supports "cpu" and "cuda"'):
-        hosts.resolve_device("meta")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name, value in (("is_available", True), ("device_count", 2), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)

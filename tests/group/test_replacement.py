@@ -471,6 +471,9 @@ def test_invalid_arguments_are_refused(group):
     enter_as: Any = partial(weft.Group.join, place, device="cpu", rank=0)
     for text, call in (
         ("meeting is 'x'", partial(group.replace, "x")),
+        (r"suspects\[0\] is 2; .*0\.\.1", partial(group.recover, suspects=[2])),
+        ("suspects is 1", partial(group.recover, suspects=1)),
+        ("timeout is 0", partial(group.recover, timeout=0)),
         ("timeout is 0", partial(group.replace, place, timeout=0)),
         ("timeout is -1", partial(group.enter, timeout=-1)),
         *(("size is", partial(enter_as, size=size)) for size in (0, 73, 1 << 64, 2.0, True, "2")),
