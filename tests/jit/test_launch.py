@@ -69,15 +69,7 @@ def test_how_many_clusters_fit(fake: Driver) -> None:
         loaded.get_max_active_clusters("sum", 128, 7)
 
 
-def test_refused_launch_names_kernel_grid_and_block(fake: Driver) -> None:
-    status = fake.real.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
-    fake.fails["cuLaunchKernelEx"] = status
-    text = r"'fill'.*\(999, 1, 1\).*block 1024.*0x77.*RESOURCES \(701\)"
-    with pytest.raises(DriverError, match=text):
-        Launcher(kernel(), Args)(Args(), (999, 1, 1), 1024, 0x77)
-
-
-def test_wrong_argument_type_and_shape_are_refused(fake: Driver) -> None:
+def test_refused_launches_are_explained(fake: Driver) -> None:
     launcher = Launcher(kernel(), Args)
     for args, grid, block, text in (
         (Other(), 1, 32, "needs a Args, not a Other"),
@@ -89,6 +81,10 @@ def test_wrong_argument_type_and_shape_are_refused(fake: Driver) -> None:
     assert fake.launches == []
     with pytest.raises(InvalidArgument, match="has 24 bytes, Args has 16"):
         Launcher(kernel(argument_bytes=24), Args)
+    fake.fails["cuLaunchKernelEx"] = fake.real.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+    text = r"'fill'.*\(999, 1, 1\).*block 1024.*0x77.*RESOURCES \(701\)"
+    with pytest.raises(DriverError, match=text):
+        launcher(Args(), (999, 1, 1), 1024, 0x77)
 
 
 def test_functions_are_loaded_once_and_their_shared_memory_is_never_lowered(fake: Driver) -> None:
