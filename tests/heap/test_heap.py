@@ -67,42 +67,21 @@ def test_every_rank_writes_into_every_share(group, size):
 
 
 @on_ranks(1, "threads")
-def test_views_have_the_requested_address_and_stay_inside(group):
+def test_a_share_and_its_mailbox_have_their_size(group):
     with Heap.create(group, 256) as heap:
-        heap.tensor((64,), torch.int32).copy_(torch.arange(64))
-        assert heap.tensor((2, 3), torch.int32, offset=8).tolist() == [[2, 3, 4], [5, 6, 7]]
-        strided = heap.tensor((2, 3), torch.int32, offset=4, stride=(16, 2))
-        assert strided.tolist() == [[1, 3, 5], [17, 19, 21]]
-        assert heap.tensor((2, 2), torch.int32, stride=(0, 1)).tolist() == [[0, 1], [0, 1]]
-        assert heap.tensor((), torch.int32, offset=12).item() == 3
-        assert heap.tensor((0, 5), torch.float32, offset=256).shape == (0, 5)
-        assert heap.tensor((32,), torch.bfloat16, offset=192).dtype is torch.bfloat16
-        assert heap.tensor((256,), torch.float8_e4m3fn).numel() == 256
-        assert heap.tensor((1,), torch.int64, offset=8).data_ptr() == heap.address(0) + 8
-        with pytest.raises(errors.InvalidArgument, match="ends at byte 257, but the share has 256"):
-            heap.tensor((257,), torch.uint8)
-        with pytest.raises(errors.InvalidArgument, match=f"a header needs {HEADER_BYTES}"):
-            heap.header()
+        for text, call in (
+            ("ends at byte 257, but the share has 256", lambda: heap.tensor((257,), torch.uint8)),
+            (f"a header needs {HEADER_BYTES}", heap.header),
+            ("limit of 2048 per write", lambda: heap.write(0, 0, bytes(2049))),  # half a page
+        ):
+            with pytest.raises(InvalidArgument, match=text):
+                call()
         page = heap.mailbox.view()  # of host memory
         assert (page.readonly, page.format, bytes(page)) == (False, "B", bytes(4096))
         page[5] = 9
         assert ctypes.c_uint8.from_address(heap.mailbox.host + 5).value == 9
         assert heap.mailbox.host == heap.mailbox.device
         assert heap.mailbox.host % 4096 == 0
-
-
-@on_ranks(1, "threads")
-def test_bytes_are_written_inside_the_share_alone(group):
-    with Heap.create(group, 4096) as heap:
-        heap.write(0, 4094, b"ab")
-        assert bytes(heap.tensor((2,), torch.uint8, offset=4094)) == b"ab"
-        for offset, data, text in (
-            (4095, b"ab", "end at byte 4097, but the share has 4096"),
-            (-1, b"a", "offset is -1"),
-            (0, bytes(2049), "limit of 2048 per write"),  # a GPU stages them in half a page
-        ):
-            with pytest.raises(errors.InvalidArgument, match=text):
-                heap.write(0, offset, data)
 
 
 @pytest.mark.gpu
@@ -161,23 +140,27 @@ def test_every_access_is_inside_the_share_or_refused(group):
         return random.choice(ODD) if random.random() < 0.3 else random.randrange(300)
 
     with Heap.create(group, 256) as heap, Heap.create(group, 256) as other:
-        start = heap.address(0)
+        start, whole = heap.address(0), heap.tensor((256,), torch.uint8)
         for _ in range(3000):
             sizes = [number() for _ in range(random.randrange(4))]
             steps = random.choice((None, [number() for _ in sizes], [number()]))
             offset, rank, dtype = number(), random.choice(ranks), random.choice(DTYPES)
             try:
                 view = heap.tensor(sizes, dtype, offset=offset, rank=rank, stride=steps)
+                assert (view.dtype, list(view.shape)) == (dtype, sizes)
                 if view.numel():
+                    assert view.is_contiguous() if steps is None else list(view.stride()) == steps
                     strides = zip(view.shape, view.stride(), strict=True)
                     last = sum((n - 1) * step for n, step in strides)
                     end = view.data_ptr() + (last + 1) * view.element_size()
-                    assert start <= view.data_ptr() < end <= start + 256
-            except errors.InvalidArgument:
+                    assert start + offset == view.data_ptr() < end <= start + 256
+            except InvalidArgument:
                 refused += 1
+            offset, data = number(), random.choice(DATA)
             try:
-                heap.write(rank, number(), random.choice(DATA))
-            except errors.InvalidArgument:
+                heap.write(rank, offset, data)
+                assert bytes(whole[offset : offset + len(data)].tolist()) == bytes(data)
+            except InvalidArgument:
                 refused += 1
         assert int(other.tensor((256,), torch.uint8).sum()) == 0
     assert refused > 1000
@@ -488,16 +471,12 @@ def test_groups_without_a_limit_and_gpu_ranks_are_unlimited(ranks, host):
     assert ranks(2, "threads")(body) == ["", ""]
 
 
-MUCH: dict[str, Any] = {"max_tokens": 8192, "top_k": 8, "num_experts": 64, "hidden": 32768}
 LARGE: dict[str, Callable[[weft.Group], object]] = {
-    "alltoall": lambda group: weft.AllToAll(group, **{**MUCH, "max_tokens": 1 << 20}),
-    "lowlatency": lambda group: weft.LowLatencyAllToAll(group, **MUCH),
+    "heap": lambda group: weft.Heap.create(group, 60_000_000_000),
     # The share would fit; what its dispatches return would not.
     "results": lambda group: weft.LowLatencyAllToAll(
-        group, **{**MUCH, "max_tokens": 512, "num_experts": 256, "hidden": 16384}
+        group, max_tokens=512, top_k=8, num_experts=256, hidden=16384
     ),
-    "allreduce": lambda group: weft.AllReduce(group, max_tokens=1 << 19, hidden=32768),
-    "heap": lambda group: weft.Heap.create(group, 60_000_000_000),
 }
 
 

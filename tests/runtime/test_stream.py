@@ -51,21 +51,12 @@ def test_waits_are_in_relaxed_mode(fake: Driver, monkeypatch: pytest.MonkeyPatch
     assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
-def test_the_mode_is_restored_after_an_error_and_a_cpu_asks_no_driver(fake: Driver) -> None:
+def test_a_cpu_asks_no_driver(fake: Driver) -> None:
     cpu = torch.device("cpu")
     stream.synchronize_stream(cpu)
     stream.synchronize_device(cpu)
     with driver.relaxed_capture(cpu):
         assert fake.log == []
-
-    def fail() -> None:
-        with driver.relaxed_capture(GPU):
-            assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_RELAXED
-            raise KeyError("in the middle")
-
-    with pytest.raises(KeyError, match="in the middle"):
-        fail()
-    assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
 @pytest.mark.parametrize("name", ["AllToAll", "LowLatencyAllToAll", "AllReduce", "MoE"])
