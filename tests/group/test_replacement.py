@@ -66,15 +66,15 @@ def end_well(process, code=0):
         assert process.exitcode == code
 
 
+def recover(group, *dead):
+    assert group.recover(timeout=LONG).dead == dead
+
+
 def lose(group, *victims):
     group.barrier()
     if group.rank in victims:
         die()
-    assert group.recover(timeout=LONG).dead == victims
-
-
-def recover(group, *dead):
-    assert group.recover(timeout=LONG).dead == dead
+    recover(group, *victims)
 
 
 def begin(group, body, rank, *args):
@@ -82,11 +82,11 @@ def begin(group, body, rank, *args):
     return meeting, fork(body, meeting.address, rank, *args) if group.rank == 0 else None
 
 
-def meet_at_0(group):
-    """Open a meeting at rank 0, without looking for the dead."""
-    meeting = Meeting.open() if group.rank == 0 else None
-    address = group.all_gather(meeting.address if meeting else None)[0]
-    return meeting or Meeting.from_address(address)
+def lose_and_begin(group, body, *args):
+    """Lose rank 3 and start a process for it; return an operator, the meeting and the process."""
+    operator = Operator(group)
+    lose(group, 3)
+    return operator, *begin(group, body, 3, *args)
 
 
 def join(address, rank):
@@ -169,9 +169,7 @@ def take_in(group, operator):
 @pytest.mark.parametrize("when", ["joined", "made", "entered"])
 @on_four(dies=[3])
 def test_a_replacement_that_dies_is_replaced(group, when):
-    operator = Operator(group)
-    lose(group, 3)
-    meeting, _ = begin(group, lives_on, 3, when)
+    operator, meeting, _ = lose_and_begin(group, lives_on, when)
     error = call_outcome(group.replace, meeting, timeout=LONG)[0]
     assert error in ("nothing", "RendezvousFailed", "CreationFailed")
     recover(group, 3)
@@ -203,8 +201,7 @@ def start_may_take_long():
 @on_four(dies=[3])
 def test_a_partly_met_process_is_admitted_by_no_rank(group, how):
     plane: Any = ControlPlane
-    take, operator, met = plane.receive, Operator(group), []
-    lose(group, 3)
+    take, met = plane.receive, []
 
     def late(self, peer, op):
         """Send the own part before noticing the end, which rank 0 must not learn from this rank."""
@@ -212,9 +209,9 @@ def test_a_partly_met_process_is_admitted_by_no_rank(group, how):
             time.sleep(0.5)
         return take(self, peer, op)
 
+    operator, meeting, process = lose_and_begin(group, meets_some, how)
     if group.rank > 0:
         plane.receive = late
-    meeting, process = begin(group, meets_some, 3, how)
     meet_again = group._recovery._connect_newcomers
 
     def noted(*args):
@@ -242,9 +239,7 @@ def test_a_partly_met_process_is_admitted_by_no_rank(group, how):
 @on_four(dies=[3])
 def test_a_survivor_that_times_out_still_admits_the_process(group):
     """Rank 0 stops waiting for the others, which have met the new process."""
-    operator = Operator(group)
-    lose(group, 3)
-    meeting, process = begin(group, lives_on, 3)
+    operator, meeting, process = lose_and_begin(group, lives_on)
     move = group._recovery._admit_newcomers
 
     def late(*args):
@@ -278,9 +273,7 @@ def interrupts(call):
 @on_four(dies=[3])
 def test_an_interrupted_survivor_continues_without_a_leak(group, where):
     """Rank 1 is interrupted after all have decided to admit the new process."""
-    operator = Operator(group)
-    lose(group, 3)
-    meeting, process = begin(group, lives_on, 3)
+    operator, meeting, process = lose_and_begin(group, lives_on)
     before, patch = open_files(), pytest.MonkeyPatch()
     if group.rank == 1:
         place: Any = operator if where == "quiesce" else group._messages.control
@@ -349,14 +342,15 @@ def is_one_too_many(address, rank):
 def test_only_dead_ranks_are_replaced(group):
     """Rank 3 is a survivor that joins as if it were new."""
     lose(group, 1)
-    meeting = meet_at_0(group)
-    process = fork(is_one_too_many, meeting.address, 1) if group.rank == 0 else None
+    opened = Meeting.open() if group.rank == 0 else None  # without looking for the dead
+    address = group.all_gather(opened.address if opened else None)[0]
+    process = fork(is_one_too_many, address, 1) if group.rank == 0 else None
     if group.rank == 3:
-        is_one_too_many(meeting.address, 3)
+        is_one_too_many(address, 3)
     else:
         text = r"continues without ranks \[1\], but ranks \[1, 3\] join"
         with pytest.raises(errors.RendezvousFailed, match=text):
-            group.replace(meeting, timeout=LONG)
+            group.replace(opened or Meeting.from_address(address), timeout=LONG)
     end_well(process)
 
 

@@ -2,7 +2,6 @@
 """The all-to-all over several hosts: every byte as in `weft.reference`."""
 
 import re
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -155,31 +154,6 @@ def test_invalid_data_of_another_host_is_attributed_to_it(group: weft.Group) -> 
                 a2a.check()
         play(a2a, case)
         a2a.check()
-
-
-def late(group: weft.Group) -> str:
-    """Rank 0 makes no call, while the store with the first cause does not answer."""
-    case = Round(tokens=(2, 2, 2, 2))
-    with case.open(group, TOKENS, timeout=1.0) as a2a:
-        play(a2a, case)
-        group.barrier()
-        exchange: Any = a2a._exchange
-        exchange._rail._first_error.report = lambda text: time.sleep(3.0)
-        if group.rank == 0:
-            time.sleep(6.0)
-            return "slept"
-        with pytest.raises(errors.GroupError) as raised:
-            play(a2a, case)
-        return f"{type(raised.value).__name__}: {raised.value}"
-
-
-def test_a_rail_failure_reaches_all_ranks_of_a_host(ranks):
-    """Rank 3 has its own rows by then, and waits for rank 2, which waits for rank 0."""
-    texts = ranks(4, "cpu")(on_hosts, 2, late)
-    assert texts[2].startswith("RailFailed: ")
-    assert "host 0 (host-0)" in texts[2]
-    assert texts[3].startswith("PeerLeft: rank 3, dispatch: rank 2 raised RailFailed: ")
-    assert "host 0 (host-0)" in texts[3]
 
 
 @across(2)
