@@ -13,55 +13,20 @@ import torch
 
 import weft
 import weft.plugins.transformers as plugin
+from tests.moe.test_transformers import MODELS, SIZES
 from weft.errors import InvalidArgument, SetupError
 
-pytest.importorskip("transformers", minversion="5.23")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 SHARED, OWN = ("weft", "all_reduce", "all_to_all"), ("weft", "all_to_all")
-
-
-SIZES = {
-    **{"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "num_key_value_heads": 4,  # ranks that share a batch share the heads
-    **{"max_position_embeddings": 256, "num_experts_per_tok": 3, "tie_word_embeddings": False},
+FAMILIES = (
+    "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v4", "glm_moe_dsa", "minimax_m2",
+    "qwen3_next", "gpt_oss",
+)  # fmt: skip
+GENERATION: dict[str, Any] = {
+    "tie_word_embeddings": False,
     "initializer_range": 0.2,  # logits that part: greedy text would depend on roundings otherwise
     **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id")),
-}
-ROUTED = {"n_routed_experts": 8, "moe_intermediate_size": 32}
-DENSE = {**ROUTED, "intermediate_size": 96, "first_k_dense_replace": 1}
-LOCAL = {"head_dim": 16, "intermediate_size": 32, "num_local_experts": 8}
-LORA = {
-    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
-    "v_head_dim": 16,
-}
-INDEX = {"index_n_heads": 2, "index_head_dim": 16}
-QWEN = {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8}
-LINEAR = {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
-    "linear_value_head_dim": 16,
-}
-HASHED = {"mlp_layer_types": ["hash_moe", "moe"], "swiglu_limit": 1.0, "index_topk": 4}
-SPARSE = {"layer_types": ["sliding_attention", "compressed_sparse_attention"], "o_lora_rank": 32}
-SHARED_EXPERT = {"shared_expert_intermediate_size": 32}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("Qwen3MoeConfig", {**QWEN, "intermediate_size": 96, "norm_topk_prob": True}),
-    "glm4": ("Glm4MoeConfig", {**DENSE, "head_dim": 16, "n_group": 2, "topk_group": 1}),
-    "deepseek3": ("DeepseekV3Config", {**DENSE, **LORA, "n_group": 4, "topk_group": 2}),
-    "deepseek4": (
-        "DeepseekV4Config",
-        {
-            **{**ROUTED, **HASHED, **SPARSE, **INDEX, "head_dim": 16},
-            **{"num_key_value_heads": 1, "q_lora_rank": 32, "o_groups": 2},
-        },
-    ),
-    "glm5": ("GlmMoeDsaConfig", {**DENSE, **LORA, **INDEX, "index_topk": 32}),
-    "minimax2": ("MiniMaxM2Config", LOCAL),
-    "qwen3next": (
-        "Qwen3NextConfig",
-        {**QWEN, **LINEAR, **SHARED_EXPERT, "layer_types": ["linear_attention", "full_attention"]},
-    ),
-    "gptoss": ("GptOssConfig", LOCAL),
 }
 
 
@@ -71,8 +36,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import transformers
 
     folder = tmp_path_factory.mktemp("models")
-    for name, (kind, sizes) in FAMILIES.items():
-        config = getattr(transformers, kind)(**{**SIZES, **sizes})
+    for name in FAMILIES:
+        family, sizes = MODELS[name]
+        config = getattr(transformers, f"{family}Config")(**{**SIZES, **sizes, **GENERATION})
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)
         for each, values in model.named_parameters():
@@ -138,10 +104,10 @@ def jobs_of(names: Iterable[str], ranks: int, dtype: torch.dtype) -> list[tuple[
 @pytest.mark.slow
 def test_ranks_answer_as_one_process_does(ranks: Any, models: Path) -> None:
     """Test two ranks, four, and two replicas of two ranks."""
-    jobs = [*jobs_of(FAMILIES, 2, torch.float32), *jobs_of(["glm4"], 2, torch.bfloat16)]
+    jobs = [*jobs_of(FAMILIES, 2, torch.float32), *jobs_of(["glm4_moe"], 2, torch.bfloat16)]
     ranks(2, "cpu")(check_answers, models, jobs)
-    replicas = [("qwen3", {"tp_size": 2, "fsdp_size": 2}, OWN, torch.float32)]
-    jobs = [*jobs_of(["gptoss"], 4, torch.float32), *replicas]
+    replicas = [("qwen3_moe", {"tp_size": 2, "fsdp_size": 2}, OWN, torch.float32)]
+    jobs = [*jobs_of(["gpt_oss"], 4, torch.float32), *replicas]
     ranks(4, "cpu")(check_answers, models, jobs)
 
 
@@ -151,7 +117,7 @@ def test_ranks_answer_as_one_process_does(ranks: Any, models: Path) -> None:
 def test_gpus_answer_as_one_gpu_does(ranks: Any, models: Path) -> None:
     jobs = jobs_of(FAMILIES, 2, torch.bfloat16)
     # FSDP takes parameters of one dtype, and this model keeps some in float32.
-    served = [job for job in jobs if job[:2] != ("deepseek4", {"fsdp_size": 2})]
+    served = [job for job in jobs if job[:2] != ("deepseek_v4", {"fsdp_size": 2})]
     ranks(2, "cuda")(check_answers, models, served)
 
 
