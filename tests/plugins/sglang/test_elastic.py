@@ -6,7 +6,6 @@ benchmarks/sglang/elastic.py kills ranks of a real server.
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from functools import partial
 from http import HTTPStatus
@@ -17,10 +16,9 @@ import pytest
 
 import weft
 from tests.plugins.sglang.server import enter, leave, replicated, sglang
-from tests.plugins.standins import CLOSE, Kept, tokens
+from tests.plugins.standins import CLOSE, tokens
 from weft.errors import SetupError
 from weft.launcher.launch import launch
-from weft.plugins.faults import SETTLE_SECONDS, Watch
 from weft.plugins.sglang import elastic, engine
 
 run = partial(launch, tolerate_deaths=True, timeout=3000.0)
@@ -97,66 +95,6 @@ def test_experts_that_died_with_both_replicas_end_the_server() -> None:
     result = run(shrink, ranks=4)
     text = "2: without rank 0, 2, 8 experts have no replica: 0 of layer 0,"
     assert [result[rank].startswith(text) for rank in (1, 3)] == [True, True]
-
-
-def wait_for_recovery(group: weft.Group) -> tuple[int, list[str], list[bool]]:
-    """Rank 1 is killed, and no other rank makes a failing call for some time."""
-    ended: list[bool] = []
-    kept = Kept()
-
-    def watch(grace_seconds: float) -> Watch:
-        end = lambda: ended.append(True)  # noqa: E731
-        return Watch(group, end_server=end, grace_seconds=grace_seconds, can_recover=True)
-
-    patient, hasty = watch(3000.0), watch(0.5)
-    group.barrier()
-    if group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    hasty._thread.join()
-    group.recover()
-    later = watch(0.0)
-    group.barrier()
-    time.sleep(2 * SETTLE_SECONDS)
-    alive = [each._thread.is_alive() for each in (patient, later)]
-    for each in (patient, hasty, later):
-        each.close()
-    return len(ended), kept.lines, alive
-
-
-def test_a_server_that_does_not_recover_is_ended() -> None:
-    """A rank may wait in another library's collective; a rank that continued is left alone."""
-    first, _, last = run(wait_for_recovery, ranks=3)
-    for ended, lines, alive in (first, last):
-        assert (ended, alive) == (1, [True, True])
-        assert any("and the other ranks have 0.5 s to recover" in line for line in lines)
-
-
-def outlast(group: weft.Group) -> list[str]:
-    """Rank 1 is killed; the engine ends this rank before the server gives up."""
-    kept = Kept()
-    watch = Watch(group, end_server=lambda: None)
-    group.barrier()
-    if group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    while not kept.lines:
-        time.sleep(0.01)
-    watch.close()
-    return kept.lines
-
-
-def lose_parent(group: weft.Group) -> list[str]:
-    """vLLM's EngineCore is killed while its worker, which is the rank, still runs."""
-    kept, watch = Kept(), Watch(group, end_server=lambda: None)
-    watch._parent = 1 << 30
-    watch._thread.join()
-    return kept.lines
-
-
-def test_the_process_that_ended_first_is_named_at_once() -> None:
-    """vLLM ends all engine cores as soon as one has died, and does not name it."""
-    assert run(outlast, ranks=2)[0][0] == "rank 0 of 2: the process of rank 1 has ended"
-    ((line,),) = launch(lose_parent, ranks=1, device="threads")
-    assert f"process {1 << 30}, which started this rank, has ended" in line
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 
 import logging
 import os
-import re
-import signal
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -26,8 +24,6 @@ from tests.plugins.sglang.server import (
 )
 from tests.plugins.sglang.test_allreduce import refused
 from tests.plugins.standins import CLOSE, Kept, error_of, max_relative_difference, tokens
-from weft.launcher.launch import launch
-from weft.plugins import faults
 from weft.plugins.sglang import engine
 
 FORMS = ("block", "dispatcher")
@@ -209,49 +205,6 @@ def test_unsupported_models_are_refused(ranks: Any) -> None:
     for results in launch_cases(ranks, 2, *((body,) for body in bodies)):
         for errors in results:
             assert {text: error for text, error in errors.items() if text not in error} == {}
-
-
-def lose_last_rank(group: weft.Group, hosts: int) -> dict[str, Any]:
-    """Kill the last rank between two steps."""
-    os.environ |= {"WEFT_SGLANG_TIMEOUT": "600", "WEFT_HOST": f"{hosts * group.rank // group.size}"}
-    ended: list[bool] = []
-    end = lambda parent: lambda: ended.append(True)  # noqa: E731
-    setattr(engine, "create_server_terminator", end)  # noqa: B010
-    faults.GRACE_SECONDS = 0.0
-    server, kept = Server(group, "glm4"), Kept()
-    last, counts = group.size - 1, [2] * group.size
-    server.step(tokens(2, group.rank), counts)
-    if group.rank == last:
-        os.kill(os.getpid(), signal.SIGKILL)
-    error = ""
-    while not error:
-        error = error_of(server.step, tokens(2, group.rank), counts)
-    blocks = engine._blocks
-    assert blocks is not None
-    assert blocks.watch is not None
-    if last in blocks.group.host_ranks[blocks.group.host]:
-        blocks.watch._thread.join()
-        assert ended == [True]
-    return {"error": error, "broken": bool(blocks.is_broken), "lines": kept.lines}
-
-
-@pytest.mark.parametrize(("hosts", "count"), [(1, 2), (2, 4)])
-def test_a_dead_rank_is_reported_and_ends_the_server(hosts: int, count: int) -> None:
-    """Long before the deadline steps raise, a log line names the rank, and the server ends.
-
-    Of two hosts, one sees the process end, and the other one the rail.
-    """
-    *others, near, _ = launch(
-        lose_last_rank, hosts, ranks=count, tolerate_deaths=True, timeout=3000.0
-    )
-    last = count - 1
-    assert any(f"the process of rank {last} has ended" in line for line in near["lines"])
-    assert near["broken"]
-    if hosts == 1:
-        assert near["error"].startswith("PeerDied: rank 0, dispatch: rank 1 died")
-        assert any("PeerDied: rank 0, dispatch: rank 1 died" in line for line in near["lines"])
-    for result in others:
-        assert re.match("RailFailed.*rank 3|PeerLeft.*rank 3", result["error"])
 
 
 # Two hosts (--nnodes 2): ranks with WEFT_HOSTs.

@@ -3,7 +3,6 @@
 
 import logging
 import os
-import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ import weft
 from tests.plugins.standins import (
     CLOSE,
     EXPERTS,
-    HIDDEN,
     Kept,
     alone,
     clamped_swiglu,
@@ -26,8 +24,6 @@ from tests.plugins.standins import (
 from tests.plugins.vllm.workers import Worker, config_of, enter, launch_cases, leave
 from weft.gemm import quantize_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
-from weft.launcher.launch import launch
-from weft.plugins import faults
 from weft.plugins.vllm import engine
 
 FORMS = ("block", "exchange")
@@ -261,25 +257,3 @@ def run_stage(group: weft.Group, form: str) -> float:
 
 def test_pipeline_stages_have_groups_beside_each_other(ranks: Any) -> None:
     assert max(map(max, launch_cases(ranks, 4, *((run_stage, form) for form in FORMS)))) < CLOSE
-
-
-def lose_rank_1(group: weft.Group) -> tuple[list[bool], list[str]]:
-    """Rank 1 is killed between two steps; rank 0 makes no further step."""
-    ended: list[bool] = []
-    engine.end_worker = lambda: ended.append(True)
-    faults.GRACE_SECONDS = 0.0
-    worker, kept = Worker(group, "block", TIMEOUT="600"), Kept()
-    worker.step(torch.zeros(2, HIDDEN), [2, 2])
-    if group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert engine._blocks is not None
-    assert engine._blocks.watch is not None
-    engine._blocks.watch._thread.join()
-    return ended, kept.lines
-
-
-def test_a_dead_rank_is_reported_and_ends_the_worker() -> None:
-    """Also while no code of weft runs: a thread notices it, and a log line names the rank."""
-    (ended, lines), _ = launch(lose_rank_1, ranks=2, tolerate_deaths=True, timeout=3000.0)
-    assert ended == [True]
-    assert any("rank 1" in line and "ending this server" in line for line in lines)
