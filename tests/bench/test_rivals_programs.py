@@ -67,11 +67,3 @@ def test_cases_are_counted_by_their_worst_rank(runner, tmp_path):
     line = line_of(runner, runner.flashinfer("made", each_rank=True), tmp_path / "out", cpu=True)
     assert (line["cases"], line["passed"], line["failed"], line["skipped"]) == (5, 3, 1, 1)
     assert "rank 1 is not 0" in line["error"]
-
-
-def test_unrunnable_programs_are_reported(runner, tmp_path):
-    refused = next(program for program in runner.PROGRAMS if program.refused)
-    line = line_of(runner, refused, tmp_path / "out")
-    assert (line["cases"], line["error"]) == (0, f"not run: {refused.refused}")
-    four = runner.Program("four", "flashinfer", "passes.py", needs=4)
-    assert "needs 4 GPUs" in line_of(runner, four, tmp_path / "four")["error"]

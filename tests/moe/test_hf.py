@@ -3,14 +3,13 @@
 
 import contextlib
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from weft.errors import InvalidArgument
-from weft.moe import MODELS, SWIGLU, MoEConfig, Routing
+from weft.moe import MODELS, MoEConfig, Routing
 from weft.moe.hf import SEMANTIC_FIELDS, SEMANTIC_WHEN_FALSE
 
 BF16 = {"torch_dtype": "bfloat16"}
@@ -161,18 +160,7 @@ def test_published_models(name, tmp_path):
         assert MoEConfig.from_hf(path) == EXPECTED[name]
 
 
-class Config:
-    def to_dict(self) -> dict[str, Any]:
-        # transformers 5 writes num_local_experts for num_experts, and dtype for torch_dtype.
-        old = dict(PUBLISHED["qwen3-30b-a3b"])
-        old["num_local_experts"], old["dtype"] = old.pop("num_experts"), "float16"
-        del old["torch_dtype"]
-        return old
-
-
-def test_objects_and_dtypes():
-    expected = replace(MODELS["qwen3-30b-a3b"], dtype=torch.float16)
-    assert MoEConfig.from_hf(Config()) == expected
+def test_other_values_of_published_models():
     assert MoEConfig.from_hf({**DEEPSEEK, "torch_dtype": torch.float32}).dtype == torch.float32
     assert MoEConfig.from_hf({**DEEPSEEK, "n_shared_experts": 2}).shared == 4096
     assert MoEConfig.from_hf({**DEEPSEEK, "n_shared_experts": 0}).shared == 0
@@ -181,18 +169,8 @@ def test_objects_and_dtypes():
     assert MoEConfig.from_hf({**PUBLISHED["gpt-oss-120b"], "swiglu_limit": 5}).gating.limit == 5.0
     unbiased = {**PUBLISHED["minimax-m2"], "use_routing_bias": False}
     assert not MoEConfig.from_hf(unbiased).routing.correction
-    linear = {**PUBLISHED["kimi-k3"]["text_config"], "hidden_act": "silu"}
-    del linear["routed_expert_hidden_size"]
-    result = MoEConfig.from_hf(linear)
-    assert (result.hidden, result.shared, result.gating) == (7168, 2 * 3072, SWIGLU)
     outer = {"model_type": "kimi_k25", "text_config": PUBLISHED["kimi-k2"]}
     assert MoEConfig.from_hf(outer) == MODELS["kimi-k2"]
-    for family in ("deepseek_v32", "glm_moe_dsa"):
-        assert MoEConfig.from_hf({**DEEPSEEK, "model_type": family}) == MODELS["deepseek-v3"]
-    text = {**PUBLISHED["qwen3-next-80b-a3b"], "model_type": "qwen3_5_moe_text"}
-    del text["norm_topk_prob"]  # always so
-    outer = {"model_type": "qwen3_5_moe", "text_config": text}
-    assert MoEConfig.from_hf(outer) == MODELS["qwen3-next-80b-a3b"]
 
 
 # Fields that from_hf does not read.

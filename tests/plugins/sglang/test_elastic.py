@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import weft
 from tests.plugins.sglang.server import enter, leave, replicated, sglang
@@ -76,31 +77,20 @@ def test_a_server_outlives_a_rank(form: str, way: str, when: str) -> None:
     assert result == [expected, None, expected, expected]
 
 
-def shrink(group: weft.Group) -> str:
-    """Ranks 0 and 2 have the only replicas of half of the experts."""
-    server = replicated(group)
-    for victim in (0, 2):
-        if group.rank == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            for number in range(3):
-                counts = [row[0] for row in sglang().exchange([2, 7, 0], group.size)]
-                assert server.distance(tokens(2, number), counts, "qwen3") < CLOSE
-        except SetupError as error:
-            return f"{victim}: {error}"
-    return "served"
-
-
-def test_experts_that_died_with_both_replicas_end_the_server() -> None:
-    result = run(shrink, ranks=4)
-    text = "2: without rank 0, 2, 8 experts have no replica: 0 of layer 0,"
-    assert [result[rank].startswith(text) for rank in (1, 3)] == [True, True]
-
-
 @pytest.fixture
 def standin() -> Iterator[Any]:
     yield enter()
     leave()
+
+
+def test_experts_without_a_replica_are_named(standin: Any) -> None:
+    """The tables are then unchanged."""
+    standin.place(torch.tensor([[0, 1, 2, 3, 0, 1, 2, 2]]), 4, 4, True)
+    places = standin.STATE.places
+    before = places.logical_to_all_physical_map.clone()
+    with pytest.raises(SetupError, match=r"without rank 1, 1 experts have no replica: 3 of layer"):
+        elastic.reroute_experts(places, {1}, rank=0)
+    assert torch.equal(places.logical_to_all_physical_map, before)
 
 
 def test_requests_of_a_dead_rank_are_aborted(standin: Any) -> None:
