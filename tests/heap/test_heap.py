@@ -429,34 +429,29 @@ def common_refusal(ranks, size):
     return first
 
 
-def test_all_ranks_of_the_host_count(ranks, host):
-    host(8 * GIB)
-    assert common_refusal(ranks, 4 * GIB) == ""
-    text = common_refusal(ranks, 4 * GIB + 1)
-    assert f"({4 * GIB + 1} bytes) on each of 2 ranks" in text
-    assert f"({8 * GIB + 2} bytes) in total" in text
-    assert f"rank 0 sees 8.59 GB ({8 * GIB} bytes) available" in text
-    host(4 * GIB, swap=4 * GIB, groups={"": ("max", 0, 0)})
-    assert (common_refusal(ranks, 4 * GIB), common_refusal(ranks, 4 * GIB + 1) != "") == ("", True)
+# 6 GiB, of which 3 are taken, and 1 of these is pages of files that can go.
+LIMITED, UNLIMITED = (6 * GIB, 3 * GIB, 1 * GIB), ("max", 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("own", "path"),
+    ("set_up", "fits", "path"),
     [
-        ("0::/a/b", "a/b"),
-        ("0::/a/b", "a"),  # of the group around it
-        ("0::/not/shown/here", ""),  # a container sees its own group at the root
+        ({"available": 8 * GIB}, 4 * GIB, None),
+        ({"available": 4 * GIB, "swap": 4 * GIB, "groups": {"": UNLIMITED}}, 4 * GIB, None),
+        ({"own": "0::/a/b", "groups": {"": UNLIMITED, "a/b": LIMITED}}, 2 * GIB, "a/b"),
+        ({"own": "0::/a/b", "groups": {"a": LIMITED}}, 2 * GIB, "a"),  # of the group around it
+        # A container sees its own group at the root.
+        ({"own": "0::/not/shown/here", "groups": {"": LIMITED}}, 2 * GIB, ""),
     ],
 )
-def test_the_tightest_control_group_counts(ranks, host, own, path):
-    above = {"": ("max", 0, 0)} if path[-1:] == "b" else {}
-    host(own=own, groups={**above, path: (6 * GIB, 3 * GIB, 1 * GIB)})
-    # 6 GiB, of which 3 are taken, and 1 of these is pages of files that can go.
-    assert common_refusal(ranks, 2 * GIB) == ""
-    text = common_refusal(ranks, 2 * GIB + 1)
-    assert f"({4 * GIB + 2} bytes) in total for the 2 in the control group of rank 0" in text
-    assert f"({4 * GIB} bytes) left" in text
-    assert str(host_memory.CGROUPS / path) in text
+def test_all_ranks_of_the_host_or_the_tightest_group_count(ranks, host, set_up, fits, path):
+    host(**set_up)
+    assert common_refusal(ranks, fits) == ""
+    text = common_refusal(ranks, fits + 1)
+    assert f"({fits + 1} bytes) on each of 2 ranks" in text
+    assert f"({2 * fits + 2} bytes) in total" in text
+    left = "available on this host" if path is None else f"left ({host_memory.CGROUPS / path})"
+    assert f"({2 * fits} bytes) {left}" in text
 
 
 def test_groups_without_a_limit_and_gpu_ranks_are_unlimited(ranks, host):

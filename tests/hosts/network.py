@@ -14,8 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -151,16 +150,6 @@ class Job:
         )
 
 
-@contextmanager
-def spanning(timeout: float) -> Iterator[weft.Group]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    try:
-        with weft.Group.from_torch(device="cpu", timeout=timeout) as group:
-            yield group
-    finally:
-        dist.destroy_process_group()
-
-
 def run_rank(
     folder: Path, environment: dict[str, str], namespace: str | None, body: str, args: list[Any]
 ) -> None:
@@ -173,6 +162,8 @@ def run_rank(
     if namespace is not None:
         enter_namespace(namespace)
     module, name = body.split(":")
-    with spanning(ENDS / 2) as group:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=ENDS / 2))
+    with weft.Group.from_torch(device="cpu", timeout=ENDS / 2) as group:
         value = getattr(importlib.import_module(module), name)(group, folder, *args)
+    dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(value))

@@ -7,10 +7,9 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -40,31 +39,21 @@ def fill(cache: Cache, source: str = FILL, **options: Any) -> bytes:
     return nvrtc.compile_cubin(source, **kwargs, cache=cache)
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """`build` compiles; `identities`, the options and `arch` are in the key."""
-
-    compile: Callable[..., Any]
-    module: ModuleType
-    build: str
-    identities: tuple[str, ...]
-    options: tuple[dict[str, Any], ...]
-    broken: tuple[str, tuple[str, ...]]
-
-
-HOST = Compiler(
-    add, host, "_build", ("cpu_identity", "compiler_identity"),
-    ({"options": ["-DVALUE=2"]}, {"options": ["-DVALUE=1", "-O1"]}),
-    ("int f() {\n    return undeclared;\n}\n",
-     ("failed to compile 'add'", "   2 |     return undeclared;", "add.cpp:2:12: error:",
-      "-std=c++20")),
+# `build` compiles; `identities`, the options and `arch` are in the key.
+HOST = SimpleNamespace(
+    compile=add, module=host, build="_build", identities=("cpu_identity", "compiler_identity"),
+    options=({"options": ["-DVALUE=2"]}, {"options": ["-DVALUE=1", "-O1"]}),
+    broken="int f() {\n    return undeclared;\n}\n",
+    words=("failed to compile 'add'", "   2 |     return undeclared;", "add.cpp:2:12: error:",
+           "-std=c++20"),
 )  # fmt: skip
-NVRTC = Compiler(
-    fill, nvrtc, "_compile", ("nvrtc_version",),
-    ({"options": ["-DVALUE=8"]}, {"arch": "sm_100a"}, {"options": ["-DVALUE=7", "-lineinfo"]}),
-    ('extern "C" __global__ void fill() {\n    undeclared = 1;\n}\n',
-     ("failed to compile 'fill'", "   2 |     undeclared = 1;", "--gpu-architecture=sm_90a",
-      'fill.cu(2): error: identifier "undeclared" is undefined')),
+NVRTC = SimpleNamespace(
+    compile=fill, module=nvrtc, build="_compile", identities=("nvrtc_version",),
+    options=({"options": ["-DVALUE=8"]}, {"arch": "sm_100a"},
+             {"options": ["-DVALUE=7", "-lineinfo"]}),
+    broken='extern "C" __global__ void fill() {\n    undeclared = 1;\n}\n',
+    words=("failed to compile 'fill'", "   2 |     undeclared = 1;", "--gpu-architecture=sm_90a",
+           'fill.cu(2): error: identifier "undeclared" is undefined'),
 )  # fmt: skip
 
 
@@ -143,11 +132,10 @@ def test_second_compile_comes_from_the_cache(cache, monkeypatch, compiler):
 
 
 @BOTH
-def test_error_shows_entry_and_log(cache: Cache, compiler: Compiler) -> None:
-    source, words = compiler.broken
+def test_error_shows_entry_and_log(cache: Cache, compiler: Any) -> None:
     with pytest.raises(CompileError) as caught:
-        compiler.compile(cache, source)
-    assert [word for word in words if word not in str(caught.value)] == []
+        compiler.compile(cache, compiler.broken)
+    assert [word for word in compiler.words if word not in str(caught.value)] == []
     assert cache.entries() == []
 
 
