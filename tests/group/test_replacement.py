@@ -328,8 +328,8 @@ def test_a_death_in_the_meeting_is_reported_despite_a_forked_child(group, tmp_pa
         if victim == 0:
             time.sleep(LONG)
     text = rf"^rank {victim} \(pid \d+\) died before all ranks had connected$"
-    with raises_soon(errors.RendezvousFailed, text, 30.0):
-        group.replace(meeting, timeout=60.0)
+    with raises_soon(errors.RendezvousFailed, text):
+        group.replace(meeting, timeout=LONG)
     recover(group, *dead)
     over.touch()
 

@@ -221,15 +221,8 @@ def test_a_compiler_is_found_or_its_absence_explained(cache, tmp_path, monkeypat
     refuses(CompileError, "status 3: no license", lambda: add(cache))
 
 
-@pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for room in ("device", "alltoall", "memory"):
-        (tmp_path / room).mkdir()
+def test_header_digest_covers_path_and_content_of_what_entries_include(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "PACKAGE", tmp_path)
-    return tmp_path
-
-
-def test_header_digest_covers_path_and_content_of_what_entries_include(tree: Path) -> None:
     digest = source.header_digest.__wrapped__  # past the once-per-process memory
     seen = [digest()]
     large = "// a line of forty characters, as an example\n" * 5000
@@ -241,14 +234,14 @@ def test_header_digest_covers_path_and_content_of_what_entries_include(tree: Pat
         ("device/large.cuh", large),
         ("device/large.cuh", large[:-10] + "!" + large[-9:]),
     ):
-        (tree / path).parent.mkdir(exist_ok=True)
-        (tree / path).write_text(text)
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
         seen.append(digest())
-    (tree / "device/a.cuh").rename(tree / "alltoall/a.cuh")
+    (tmp_path / "device/a.cuh").rename(tmp_path / "alltoall/a.cuh")
     seen.append(digest())
     assert len(set(seen)) == len(seen)
     for name in ("notes.md", "x.py"):
-        (tree / "device" / name).write_text("1")
+        (tmp_path / "device" / name).write_text("1")
     assert digest() == seen[-1]
 
 

@@ -20,8 +20,9 @@ import weft
 from tests import faults
 from tests.baseline import die, raises_soon
 from tests.faults import ANY_PEER, DIE, plan_fault
+from tests.launcher.test_launch import wait_until
 from tests.operators import FOR_EACH_PEER, HIDDEN, KINDS, POINTS, TOP_K, Kind
-from tests.patience import SECONDS, hurry
+from tests.patience import hurry
 from tests.ranks import on_ranks
 from tests.subjects import SUBJECTS
 from weft import errors, logs
@@ -236,20 +237,13 @@ def test_a_late_rank_is_waited_for_and_the_first_round_has_a_deadline(group, nam
         group.barrier()  # a rank that gives back memory holds up the others of its GPU
 
 
-def wait_until(condition) -> None:
-    until = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 def test_a_long_wait_is_logged_with_the_late_rank(ranks, caplog, monkeypatch):
     monkeypatch.setattr(logs, "FIRST_LOG_SECONDS", 0.4)
 
     def body(group):
         with KINDS["pull"].open(group) as op:
             if group.rank == 1:
-                wait_until(lambda: "rank 0 has waited" in caplog.text)
+                wait_until(lambda: "rank 0 has waited" in caplog.text, what="nothing was logged")
             op.round()
 
     ranks(2, "threads")(body)
@@ -257,7 +251,9 @@ def test_a_long_wait_is_logged_with_the_late_rank(ranks, caplog, monkeypatch):
     assert re.search(text, caplog.text)
     # Closed operators are polled no more. Fixtures of other tests may keep open ones.
     polled = waits.WAIT_WATCHER._states
-    wait_until(lambda: all(each.read_own_header() is not None for each in list(polled)))
+    wait_until(
+        lambda: all(each.read_own_header() is not None for each in list(polled)), what="closed"
+    )
 
 
 @pytest.mark.parametrize("name", ["pull", "receiver"])
