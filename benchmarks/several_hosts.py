@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ import weft
 from tests.hosts.network import Network
 from weft.bench.collectives import CollectiveAllToAll
 from weft.bench.machine import describe_machine
+from weft.cli.namespaces import Namespaces, run_ip
 
 TOKENS, HIDDEN, TOP_K, EXPERTS, RANKS = 512, 7168, 8, 64, 2
 ROW = 2 * HIDDEN  # bytes, bfloat16
@@ -116,6 +118,20 @@ def measure(group: weft.Group, _folder: Path, which: str, rounds: int) -> list[f
     return timed(group, call, rounds)
 
 
+def limit_links(spaces: Namespaces, hosts: int, rate: str) -> None:
+    """Limit the rate at which each host sends and receives, such as "1gbit"."""
+    for host in range(hosts):
+        for namespace, link in (("switch", f"port{host}"), (host, "eth0")):
+            tc = ["tc", "-n", spaces.get_name(namespace), "qdisc", "replace", "dev", link, "root"]
+            shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
+            subprocess.run([*tc, *shape], check=True)
+
+
+def read_sent_bytes(spaces: Namespaces, host: int) -> int:
+    link = json.loads(run_ip("-n", spaces.get_name(host), "-s", "-j", "link", "show", "eth0"))[0]
+    return int(link["stats64"]["tx"]["bytes"])
+
+
 def run(hosts: int, rate: str | None, rounds: int) -> dict[str, Any]:
     """Run all four between hosts, and count the bytes that a host sent per round."""
     results: dict[str, Any] = {"hosts": hosts, "ranks_a_host": RANKS, "rate": rate}
@@ -123,11 +139,12 @@ def run(hosts: int, rate: str | None, rounds: int) -> dict[str, Any]:
         if network.namespaces is None:
             raise SystemExit("no network namespaces here: run as root, with CAP_NET_ADMIN")
         if rate is not None:
-            network.limit(rate)
+            limit_links(network.namespaces, hosts, rate)
         for which in (*EACH, *reversed(EACH)):
-            before = network.sent(0)
+            before = read_sent_bytes(network.namespaces, 0)
             times = network.run(RANKS, f"{MODULE}:measure", which, rounds)[0]
-            each = (network.sent(0) - before) / (1 + rounds) / RANKS / (hosts - 1)
+            sent = read_sent_bytes(network.namespaces, 0) - before
+            each = sent / (1 + rounds) / RANKS / (hosts - 1)
             part = results.setdefault(which, {"ms": [], "load": [], "sent_rows_of_max_tokens": []})
             part["ms"] += times
             part["load"].append(os.getloadavg()[0])

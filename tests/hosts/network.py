@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network namespaces as hosts on one switch, whose links can be cut, limited and counted.
+"""Network namespaces as hosts on one switch, whose links can be cut.
 
 Ranks are processes with the environment that torchrun would give them. Where namespaces may not
 be made, hosts are told apart by WEFT_HOST alone and share the loopback; then no link can be cut.
@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable
@@ -60,18 +59,6 @@ class Network:
 
     def mend(self, host: int) -> None:
         run_ip("-n", self._of("switch"), "link", "set", f"port{host}", "up")
-
-    def limit(self, rate: str) -> None:
-        """Limit the rate at which each host sends and receives, such as "1gbit"."""
-        for host in range(self.hosts):
-            for namespace, link in (("switch", f"port{host}"), (host, "eth0")):
-                tc = ["tc", "-n", self._of(namespace), "qdisc", "replace", "dev", link, "root"]
-                shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
-                subprocess.run([*tc, *shape], check=True)
-
-    def sent(self, host: int) -> int:
-        reported = json.loads(run_ip("-n", self._of(host), "-s", "-j", "link", "show", "eth0"))
-        return int(reported[0]["stats64"]["tx"]["bytes"])
 
     def start(self, each: int, body: str, *args: Any) -> Job:
         """Start `body(group, *args)` on `each` ranks of every host; body: "module:function"."""
