@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading, launching and unloading, with a recording driver and on a GPU with the real one."""
+"""Loading, launching and unloading, with a recording driver."""
 
 import ctypes
 import gc
 import importlib
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from tests.fake_driver import Args, Driver
 from weft.cuda.driver import load_driver
 from weft.errors import DriverError, InvalidArgument, OutOfOrder
 from weft.jit import module
-from weft.jit.cache import Cache
 from weft.jit.launch import Launcher
 from weft.jit.module import CudaModule, Function
-from weft.jit.nvrtc import compile_cubin
 
 
 class Other(ctypes.Structure):
@@ -195,37 +191,3 @@ def test_architecture_of_the_current_gpu(fake: Driver, monkeypatch: pytest.Monke
             module, "_get_device_attribute", lambda name, n=numbers: n[name.rsplit("_", 1)[1]]
         )
         assert module.current_arch() == arch
-
-
-KERNEL = """\
-struct Args { int* x; unsigned n; int value; };
-extern "C" __global__ void fill(const __grid_constant__ Args a) {
-    extern __shared__ int staged[];
-    staged[threadIdx.x] = a.value;
-    __syncthreads();
-    const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < a.n) a.x[i] = staged[threadIdx.x];
-}
-"""
-
-
-@pytest.mark.gpu
-def test_on_a_gpu(tmp_path: Path) -> None:
-    x = torch.zeros(1000, dtype=torch.int32, device="cuda")
-    cache = Cache(tmp_path / "cache")
-    cubin = compile_cubin(KERNEL, name="fill", arch=module.current_arch(), cache=cache)
-    code = CudaModule(cubin, name="fill")
-    assert code.occupancy("fill", 256, shared=65536) >= 1
-    function = code.function("fill", shared=65536)
-    assert function.argument_bytes == ctypes.sizeof(Args)
-    stream = torch.cuda.current_stream().cuda_stream
-    for value, options in enumerate(({}, {"use_pdl": True}), start=1):
-        args = Args(x=x.data_ptr(), n=1000, value=value)
-        Launcher(function, Args, **options)(args, (4, 1, 1), 256, stream)
-        torch.cuda.synchronize()
-        assert x.tolist() == [value] * 1000
-    with pytest.raises(DriverError, match="'absent'"):
-        code.function("absent")
-    with pytest.raises(DriverError, match="300000 bytes"):
-        code.function("fill", shared=300_000)
-    code.unload()
