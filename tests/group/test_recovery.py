@@ -356,7 +356,7 @@ def test_a_stopped_rank_is_suspected_by_those_that_timed_out_on_it(group):
 
 
 @pytest.mark.parametrize(("size", "device"), [(2, "threads"), (1, "cpu")])
-@on_ranks("size", "cpu")
+@on_ranks("size")
 def test_only_ranks_in_several_processes_recover(group, size, device):
     with pytest.raises(errors.InvalidArgument, match="at least two ranks that are processes of"):
         group.recover()
