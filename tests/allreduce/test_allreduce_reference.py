@@ -91,9 +91,6 @@ def test_one_scale_for_a_row():
     assert torch.equal(torch.cat((scale[:2], scale[4:])), expected)
     theirs = (whole / expected).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     assert torch.equal(result, theirs)
-    exact = amax / torch.full_like(amax, 448.0)
-    other = (whole / exact).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    assert int((result != other).sum()) > 0  # or nothing here hangs on the scale's last place
     fixed, same = quantize_norm(norm, FP8Static(torch.tensor([0.001])))
     assert fixed[0].float().abs().max() == 448
     assert same.item() == pytest.approx(0.001)

@@ -54,30 +54,16 @@ def test_the_nearest_built_backend_is_selected():
 
 @on_ranks(2, "threads")
 def test_an_all_reduce_explains_its_choice(group):
-    rows = torch.ones((3, HIDDEN), dtype=torch.bfloat16)
-    with weft.AllReduce(group, max_tokens=700, hidden=HIDDEN) as reduce:
-        most = reduce.config.direct
-        chosen = [reduce.explain(n).backend for n in (1, most, most + 1)]
-        assert chosen == ["oneshot", "oneshot", "twoshot"]
-        with pytest.raises(TokenOverflow, match="701 tokens in one call"):
-            reduce.explain(701)
-        assert torch.equal(reduce.fused(rows).out, rows * group.size)  # type: ignore[arg-type]
-        reduce.check()
-    with weft.AllReduce(group, max_tokens=4, hidden=HIDDEN, backends=("twoshot",)) as reduce:
-        assert reduce.explain(1).text == "twoshot is the only backend that supports 1 tokens"
-
-
-@on_ranks(2, "threads")
-def test_oneshot_alone_refuses_more_tokens_than_slots(group):
-    """One shot has no slots for these rows, and storing them would overwrite other slots."""
+    """One shot has no slots for some rows; storing them would overwrite other slots."""
     rows = torch.ones((550, HIDDEN), dtype=torch.bfloat16)
     sizes: dict[str, Any] = {"max_tokens": 550, "hidden": HIDDEN}
+    slots, alone = "550 tokens", "add 'twoshot' to backends, or use torch.distributed"
     with weft.AllReduce(group, **sizes, backends=("oneshot",)) as reduce:
+        assert reduce.config.direct == 512
         assert reduce.explain(512).backend == "oneshot"
-        words = "550 tokens", "add 'twoshot' to backends, or use torch.distributed"
-        refused(InvalidArgument, lambda: reduce.fused(rows), *words)
-        refused(InvalidArgument, lambda: reduce.fused(rows, backend="oneshot"), *words)
-        refused(InvalidArgument, lambda: reduce.explain(550), *words)
+        for call in (lambda: reduce.fused(rows), lambda: reduce.explain(550)):
+            refused(InvalidArgument, call, slots, alone)
+        refused(TokenOverflow, lambda: reduce.explain(551), "551 tokens in one call")
         assert torch.equal(reduce.fused(rows[:512]).out, rows[:512] * 2)  # type: ignore[arg-type]
         reduce.check()
     with weft.AllReduce(group, **sizes, backends=("oneshot", "twoshot_bulk")) as reduce:
@@ -85,6 +71,8 @@ def test_oneshot_alone_refuses_more_tokens_than_slots(group):
         text = "550 tokens exceed the 512 slots of backend 'oneshot': use 'auto' or 'twoshot_bulk'"
         refused(InvalidArgument, lambda: reduce.fused(rows, backend="oneshot"), text)
         assert torch.equal(reduce.fused(rows).out, rows * 2)  # type: ignore[arg-type]
+    with weft.AllReduce(group, **sizes, backends=("twoshot",)) as reduce:
+        assert reduce.explain(1).text == "twoshot is the only backend that supports 1 tokens"
 
 
 SMS = 132

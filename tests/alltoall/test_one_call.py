@@ -110,7 +110,7 @@ def in_a_child(op: Operator) -> list[str]:
 @pytest.mark.parametrize("name", OPERATORS)
 @on_ranks(2, "threads")
 def test_any_thread_may_close_while_a_call_waits(group, name):
-    """Aborts are in tests/runtime/test_failures.py; on a GPU only these end a wait."""
+    """Aborts are in tests/runtime/test_culprits.py; on a GPU only these end a wait."""
     op = KINDS[name].open(group)
     op.round()
     if group.rank:

@@ -2,6 +2,7 @@
 """Invalid input beside that of test_arguments.py is refused, or dropped and reported."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +13,9 @@ from tests import lowlatency_rounds as low
 from tests.compat.calls import refused
 from tests.lowlatency_rounds import Mode
 from tests.ranks import on_ranks
-from tests.rounds import MARK, Round, bits, play, synchronize
+from tests.rounds import MARK, Round, play, synchronize
 from weft import errors
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
-from weft.moe import Expert, ExpertWeights, Routing
 
 SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 2, "num_experts": 4, "hidden": 16}
 
@@ -27,12 +27,16 @@ def test_invalid_input_is_refused_on_the_host(group):
     ids = torch.tensor([[0, 1], [2, 3], [1, -1]], dtype=torch.int32, device=d)
     flat = torch.zeros(16 * 4 + 1, dtype=x.dtype, device=d)
     many, nine = torch.zeros((9, 16), dtype=x.dtype, device=d), ids.repeat(3, 1)
-    with weft.AllToAll(group, **SIZES) as a2a:
+    with weft.AllToAll(group, **SIZES, split_phase=True) as a2a:
         send = a2a.dispatch
         refused(InvalidArgument, lambda: send(x, ids[:, :1].contiguous()), "[3, 1]", "2")
         refused(InvalidArgument, lambda: send(x[:2], ids), "[2, 16]", "[3, 16]")
         refused(InvalidArgument, lambda: send(flat[1:49].view(3, 16), ids), "16 bytes", "clone")
         refused(TokenOverflow, lambda: send(many, nine), "9 tokens", "max_tokens=8")
+        stats = torch.zeros(7, dtype=torch.int32, device=d)
+        words = "stats is [7]", "stats=0", "leave it out"
+        for call in (send, a2a.dispatch_send):
+            refused(InvalidArgument, partial(call, x, ids, stats=stats), *words)
         refused(OutOfOrder, a2a.combine, "combine out of order", "expects dispatch")
         send(x, ids, torch.ones((3, 2), device=d))
         refused(OutOfOrder, lambda: send(x, ids), "3 tokens are dispatched")
@@ -47,8 +51,12 @@ def test_invalid_input_is_refused_on_the_host(group):
 
 @on_ranks(3, "threads")
 def test_ranks_that_disagree_raise_at_creation(group):
-    sizes = {**SIZES, "hidden": 16 + 16 * (group.rank == 1)}
-    refused(GeometryMismatch, lambda: weft.AllToAll(group, **sizes), "hidden", "16", "32")
+    for name, one, other in (("hidden", 16, 32), ("stats", 5, 6)):
+        sizes = {**SIZES, name: other if group.rank == 1 else one}
+        call = partial(weft.AllToAll, group, **sizes)
+        refused(GeometryMismatch, call, name, str(one), str(other))
+    words = "stats is 1048577; it must be an integer in 0.."
+    refused(InvalidArgument, lambda: weft.AllToAll(group, stats=1048577, **SIZES), words)
 
 
 @on_ranks(2, "cpu")
@@ -170,29 +178,3 @@ def test_reports_of_repeated_ids_are_true(group):
         text = "It was dropped; its first occurrence in the row was sent"
         with pytest.raises(BadExpertId, match=repeated + text):
             op.check()
-
-
-@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
-@on_ranks(2)
-def test_invalid_counts_on_the_device_are_clamped_in_layers(group, mode):
-    config = weft.MoEConfig(HIDDEN, 64, Routing(EXPERTS, TOP_K))
-    device = group.device
-
-    def stack_local(local: tuple[int, ...]) -> ExpertWeights:
-        return ExpertWeights.stack(config, [Expert.seeded(config, e) for e in local], device)
-
-    x = CASE.inputs_of(group.rank, device)[0]
-    logits = torch.randn((TOKENS, EXPERTS), generator=torch.Generator().manual_seed(5)).to(device)
-    options = {"mode": mode, "overlap": "none", "gemm": "torch"}
-    with weft.MoE(group, config, stack_local, max_tokens=TOKENS, **options) as layer:
-        before = layer(x, logits)
-        for count, rows in ((-(2**31), 0), (-1, 0), (TOKENS + 1, TOKENS), (2**31 - 1, TOKENS)):
-            number = torch.tensor([count], dtype=torch.int32, device=device)
-            out = layer(x, logits, num_tokens=number)
-            synchronize(group.device)
-            assert torch.equal(bits(out[:rows]), bits(before[:rows]))
-            assert not out[rows:].any()
-            if mode == "throughput":
-                with pytest.raises(TokenOverflow, match=f"num_tokens on the device is {count}; "):
-                    layer.check()
-        group.barrier()

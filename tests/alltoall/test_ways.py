@@ -9,6 +9,7 @@ from tests.compat.calls import refused
 from tests.ranks import on_ranks
 from tests.rounds import Round, bits, combine_options, play, synchronize
 from tests.sending import make, results
+from tests.steps import capture_body
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
 from weft.grouping.operator import ExpertGroups
 
@@ -98,24 +99,6 @@ def test_split_calls_must_alternate(group):
         a2a.combine_send()
         refused(OutOfOrder, a2a.combine, "expects combine_recv")
         a2a.combine_recv()
-
-
-@on_ranks(2)
-def test_results_of_fewer_slots_are_views_of_symmetric_memory(group):
-    """That they are right is in test_alltoall.py."""
-    case = Round(tokens=(4, 2), hidden=128)
-    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
-    wide = torch.zeros(2, 12, 128, dtype=case.dtype, device=group.device)
-    with case.open(group, TOKENS) as a2a:
-        received, output = a2a.dispatch(x, ids, weights, rows=4), a2a.output(4)
-        assert received.x.shape == (2, 4, 128)
-        assert received.ids.shape == received.weights.shape == (2, 4, 4)
-        assert received.x.is_contiguous()
-        assert received.ids.view(-1, 4).data_ptr() == received.ids.data_ptr()
-        assert output.is_contiguous()
-        assert output.data_ptr() == a2a.output().data_ptr()
-        refused(InvalidArgument, lambda: a2a.combine(wide), "[2, 12, 128]; it must be [2, 4, 128]")
-        a2a.combine()
 
 
 @pytest.mark.parametrize("way", ["pull", "push", "fp8", "choices"])
@@ -241,47 +224,27 @@ def test_numbers_on_few_sms(group, num_sms):
             a2a.check()
 
 
-@on_ranks(2, "cuda")
+@on_ranks(2)
 def test_numbers_of_a_replayed_graph(group):
     count, device = 70, group.device
     x, ids, *_ = CASE.next(tokens=(2, 2)).inputs_of(group.rank, device)
     own = torch.zeros(count, dtype=torch.int32, device=device)
     seen = torch.zeros((group.size, count), dtype=torch.int32, device=device)
     with weft.AllToAll(group, stats=count, **SIZES) as a2a:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def exchange() -> None:
             received = a2a.dispatch(x, ids, stats=own)
             assert received.stats is not None
             seen.copy_(received.stats)
             a2a.combine()
+
+        replay = capture_body(group, exchange)
         for seed in range(20):
             stats = [CASE.next(seed=seed).stats_of(r, count, device) for r in range(group.size)]
             own.copy_(stats[group.rank])
-            graph.replay()
+            replay()
             assert torch.equal(seen, torch.stack(stats))
         a2a.check()
-
-
-@on_ranks(2)
-def test_numbers_without_stats_are_refused_and_leave_the_round_as_it_was(group):
-    case = CASE.next(tokens=(4,) * group.size)
-    x, ids, weights, _ = case.inputs_of(group.rank, group.device)
-    stats = case.stats_of(group.rank, 7, group.device)
-    words = "stats is [7]", "stats=0", "leave it out"
-    with case.open(group, split_phase=True) as a2a:
-        refused(InvalidArgument, lambda: a2a.dispatch(x, ids, weights, stats=stats), *words)
-        refused(InvalidArgument, lambda: a2a.dispatch_send(x, ids, weights, stats=stats), *words)
-        play(a2a, case)
-        assert a2a.dispatch(x, ids).stats is None
-        a2a.combine()
-
-
-@on_ranks(2, "threads")
-def test_ranks_that_disagree_raise_at_creation(group):
-    words = "stats is 1048577; it must be an integer in 0.."
-    refused(InvalidArgument, lambda: weft.AllToAll(group, stats=1048577, **SIZES), words)
-    call = lambda: weft.AllToAll(group, stats=5 + group.rank, **SIZES)  # noqa: E731
-    refused(GeometryMismatch, call, "stats", "5", "6")
 
 
 def test_the_load_of_experts():

@@ -218,16 +218,6 @@ def test_sizes_of_a_workspace(group):
     refused(OutOfOrder, workspace.check, "destroyed")
 
 
-@on_ranks(RANKS, "cpu")
-def test_a_process_group_names_the_ranks(group):
-    x = torch.full((3, HIDDEN), 1.0 + group.rank, dtype=BF16)
-    for inputs in (group.process_group(), None):
-        with make(group, group=inputs) as workspace:
-            same(allreduce_fusion(x, workspace, 0), torch.full_like(x, 3.0))
-            assert workspace.group is not group
-        assert group.all_gather(1) == [1, 1]
-
-
 @on_ranks(RANKS, "threads")
 def test_calls_that_the_original_allows_are_refused(group):
     """In addition to test_arguments.py."""

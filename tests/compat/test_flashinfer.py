@@ -252,17 +252,16 @@ def test_combine_determines_the_returned_rows(group, inside):
     right = torch.stack([hit * (r + 1.0) for r, hit in enumerate(hits)]).sum(dim=0)
     with make(group) as a2a:
         for _ in range(3):
-            seen = a2a.dispatch(ids, [x, ids, weights], limit)[2][group.rank, : len(ids)]
+            sent = ids.clone()
+            seen = a2a.dispatch(sent, [x, sent, weights], limit)[2][group.rank, : len(ids)]
             y = torch.full((RANKS, limit, narrow), group.rank + 1.0, dtype=half)
             if inside:
                 y = a2a.get_combine_payload_tensor_in_workspace(limit, narrow, half)
                 y.fill_(group.rank + 1.0)
             used = hits[group.rank]
             assert torch.equal(seen[used], weights[used])  # also when another carrier takes y
-            sent = ids.clone()
-            ids.fill_(-1)  # the caller's again: combine does not read it
+            sent.fill_(-1)  # the caller's again: combine does not read it
             out = a2a.combine(y, limit, payload_in_workspace=inside)
-            ids.copy_(sent)
             assert out.dtype == half
             assert torch.equal(out.float(), right[:, None].expand(-1, narrow))
             assert len(workspace_of(a2a)._operators) == 1  # the guess is given back
@@ -344,6 +343,7 @@ def test_the_default_group_is_torch_distributeds(group):
     with MoeAlltoAll(calls.Mapping(group.rank, group.size), **sizes) as a2a:
         assert a2a.group is not group
         play(a2a)
+    fusion_workspace.AllReduceFusionWorkspace(RANKS, group.rank, MAX, HIDDEN, group=world).destroy()
     if group.rank == 0:  # alone: it waits for no rank
         words = "0 of 2", "the world of torch.distributed"
         refused(InvalidArgument, lambda: MoeAlltoAll(calls.Mapping(0, 2), **sizes), *words)

@@ -136,6 +136,15 @@ def check_x(got: Any, want: Expected, fp8: bool) -> Any:
     return widened.flatten(-2).bfloat16()
 
 
+def check_topk(ids: Any, weights: Any, want: Expected) -> None:
+    """Check ids and weights; rows after those that arrived have none."""
+    rows = len(want.x)
+    same(ids[:rows], want.ids)
+    same(weights[:rows], want.weights)
+    assert bool((ids[rows:] == -1).all())
+    assert not bool(weights[rows:].any())
+
+
 def own_test(group, tokens):
     """Make the calls of deep_ep's own test, in its order, with every form of the arguments."""
     buffer: Any = Buffer(group, int(2e9), 0, num_qps_per_rank=1, explicitly_destroy=True)
@@ -157,18 +166,14 @@ def own_test(group, tokens):
         assert prefix[:, group.rank].tolist() == list(itertools.accumulate(sizes))
         same(handle[3], want.tokens)
         if has_topk:
-            same(ids, want.ids)
-            same(weights, want.weights)
+            check_topk(ids, weights, want)
             rows, bound = len(want.x), max(*tokens, 1) * group.size
             got, ids, received, counts, most, _ = buffer.dispatch(
                 inputs, **args, num_worst_tokens=bound
             )
             assert (counts, len(ids), len(received), len(most[3])) == ([], bound, bound, bound)
             check_x(tuple(t[:rows] for t in got) if fp8 else got[:rows], want, fp8)
-            same(ids[:rows], want.ids)
-            same(received[:rows], want.weights)
-            assert bool((ids[rows:] == -1).all())
-            assert not bool(received[rows:].any())
+            check_topk(ids, received, want)
         else:
             assert (ids, weights) == (None, None)
             got, *nothing, _ = buffer.dispatch(inputs, handle=handle, **again)
@@ -347,8 +352,7 @@ def test_both_modes_of_one_buffer_as_sglang_calls_them(group, buffer):
         )
         event.current_stream_wait()
         assert counts == [-(-n // 128) * 128 for n in want.counts]
-        same(ids, want.ids)
-        same(weights, want.weights)
+        check_topk(ids, weights, want)
         check_x(got, want, True)
         flags["previous_event"] = buffer.capture() if finishes else None
         out, _, event = buffer.combine(want.x.to(group.device), handle, config=None, **flags)

@@ -133,9 +133,9 @@ def test_delivered_rows_equal_the_originals(group, size):
     layer.finalize()
 
 
-def loop(group: weft.Group) -> None:
+def loop(group: weft.Group, profiling: bool) -> None:
     """Loop over dispatches, then over combines of the last rows, as triton_dist's benchmark."""
-    layer = layer_of(group)
+    layer = layer_of(group, enable_profiling=profiling)
     case = Round((8, 11), TOP_K, EXPERTS, HIDDEN)
     x, ids, weights, _ = case.inputs_of(group.rank, group.device)
     ids[::3, 1] = EXPERTS
@@ -154,23 +154,6 @@ def loop(group: weft.Group) -> None:
         layer.dispatch(x, None, ids)
     with pytest.raises(OutOfOrder, match="dispatch 7: a later dispatch has reused its memory"):
         layer.combine(y, ids, weights, older)
-    layer.dump_dispatch_trace()
-    group.barrier()
-    layer.finalize()
-
-
-@pytest.mark.parametrize("kind", ANY)
-def test_loops_of_one_call_and_no_traces_without_profiling(ranks, kind, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    ranks(2, kind)(loop)
-    assert not Path("prof").exists()
-
-
-def traced(group: weft.Group) -> None:
-    layer = layer_of(group, enable_profiling=True)
-    x, ids = torch.zeros((2, HIDDEN), dtype=torch.bfloat16), torch.arange(TOP_K).repeat(2, 1).int()
-    token, _, _, meta = layer.dispatch(x, topk_indices=ids)
-    layer.combine(token.bfloat16(), ids, torch.ones((2, TOP_K)), meta)
     group.barrier()
     layer.dump_dispatch_trace()
     layer.dump_combine_trace()
@@ -178,9 +161,13 @@ def traced(group: weft.Group) -> None:
     layer.finalize()
 
 
-def test_traces_are_written_to_the_originals_path(ranks, tmp_path, monkeypatch):
+@pytest.mark.parametrize("profiling", [False, True])
+@pytest.mark.parametrize("kind", ANY)
+def test_loops_of_one_call_and_their_traces(ranks, kind, profiling, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ranks(2, "threads")(traced)
-    for name in ("dispatch_RANK_0", "dispatch_RANK_1", "combine_RANK_0", "combine_RANK_1"):
-        document = json.loads(Path(f"prof/ll_{name}.json").read_text())
+    ranks(2, kind)(loop, profiling)
+    names = {f"ll_{phase}_RANK_{r}.json" for phase in ("dispatch", "combine") for r in range(2)}
+    assert {path.name for path in Path("prof").glob("*")} == (names if profiling else set())
+    for path in Path("prof").glob("*"):
+        document = json.loads(path.read_text())
         assert any(event["ph"] == "X" for event in document["traceEvents"])

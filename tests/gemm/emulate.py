@@ -141,47 +141,6 @@ def gemm_tree(mutation: Mutation | None = None) -> Tree:
     return tree | {"gemm/grouped_gemm.cuh": kernel.replace(SHARED, dynamic)}
 
 
-@dataclass
-class EmulatedGemms:
-    """Kernels of some shapes in place of the reference, on a GPU of `sms`."""
-
-    library: ctypes.CDLL
-    shapes: tuple[kernels.GemmShape, ...]
-    seed: int = 1
-    policy: int = LATE
-    sms: int = 4
-
-    def compute(self, call: GemmCall, plan: WgmmaPlan) -> None:
-        """Run one grouped GEMM to its end. Asserts that no rule was broken."""
-        assert isinstance(plan, WgmmaPlan)
-        rows, experts = len(call.a), len(call.b)
-        clusters = plan.max_m_blocks(rows, experts) * -(-call.sizes[1] // CLUSTER_N)
-        args, broken = (
-            kernels.HopperArguments(call).fill_addresses(call.addresses),
-            (ctypes.c_uint32 * len(RULES))(),
-        )
-        self._write_late(call)
-        shape = kernels.GemmShape.from_call(call, plan)
-        args.ticket_slot = self.seed % 2 if shape.draws_tickets else 0
-        number = self.shapes.index(shape)
-        getattr(self.library, f"grouped_gemm_{number}")(
-            ctypes.byref(args), min(self.sms // 2, clusters) * 2, self.seed, self.policy, broken
-        )
-        assert not any(broken), {r: n for r, n in zip(RULES, broken, strict=True) if n}
-
-    def _write_late(self, call: GemmCall) -> None:
-        """Write what the previous kernel writes until it ends: rows, scales and dst_addr."""
-        dst_addr = call.epilogue.dst_addr if isinstance(call.epilogue, Push) else None
-        result = [t for t in (call.a, call.a_scale, dst_addr) if t is not None]
-        at = (ctypes.c_void_p * len(result))(*(t.data_ptr() for t in result))
-        spans = [
-            (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
-            * t.element_size()
-            for t in result
-        ]
-        self.library.write_late(len(result), at, (ctypes.c_uint64 * len(result))(*spans))
-
-
 def tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> bytes:
@@ -200,16 +159,17 @@ def tensor_map(
 
 @dataclass
 class EmulatedHopper:
-    """Kernels of many shapes in place of the reference; one library per problem."""
+    """Kernels of many shapes in place of the reference, on a GPU of `sms`; a library a problem."""
 
     shapes: Iterable[kernels.GemmShape]
+    mutation: Mutation | None = None
     seed: int = 1
     policy: int = LATE
     sms: int = 4
 
     def __post_init__(self) -> None:
+        self._libraries: dict[tuple[object, ...], ctypes.CDLL] = {}
         self._problems: dict[tuple[object, ...], list[kernels.GemmShape]] = {}
-        self._gemms: dict[tuple[object, ...], EmulatedGemms] = {}
         for shape in dict.fromkeys(self.shapes):
             self._problems.setdefault(_problem(shape), []).append(shape)
 
@@ -219,15 +179,34 @@ class EmulatedHopper:
         patch.setattr(kernels, "encode_tensor_map", tensor_map)
 
     def compute(self, call: GemmCall, plan: WgmmaPlan) -> None:
-        """Run one grouped GEMM to its end."""
-        problem = _problem(kernels.GemmShape.from_call(call, plan))
-        if problem not in self._gemms:
-            shapes = tuple(self._problems[problem])
-            library = ctypes.CDLL(str(compile_gemms(shapes)))
-            self._gemms[problem] = EmulatedGemms(library, shapes)
-        gemms = self._gemms[problem]
-        gemms.seed, gemms.policy, gemms.sms = self.seed, self.policy, self.sms
-        gemms.compute(call, plan)
+        """Run one grouped GEMM to its end. Asserts that no rule was broken."""
+        assert isinstance(plan, WgmmaPlan)
+        shape = kernels.GemmShape.from_call(call, plan)
+        problem = _problem(shape)
+        shapes = self._problems[problem]
+        if problem not in self._libraries:
+            self._libraries[problem] = ctypes.CDLL(str(compile_gemms(shapes, self.mutation)))
+        library, broken = self._libraries[problem], (ctypes.c_uint32 * len(RULES))()
+        clusters = plan.max_m_blocks(len(call.a), len(call.b)) * -(-call.sizes[1] // CLUSTER_N)
+        args = kernels.HopperArguments(call).fill_addresses(call.addresses)
+        args.ticket_slot = self.seed % 2 if shape.draws_tickets else 0
+        write_late(library, call)
+        getattr(library, f"grouped_gemm_{shapes.index(shape)}")(
+            ctypes.byref(args), min(self.sms // 2, clusters) * 2, self.seed, self.policy, broken
+        )
+        assert not any(broken), {r: n for r, n in zip(RULES, broken, strict=True) if n}
+
+
+def write_late(library: ctypes.CDLL, call: GemmCall) -> None:
+    """Write what the previous kernel writes until it ends: rows, scales and dst_addr."""
+    dst_addr = call.epilogue.dst_addr if isinstance(call.epilogue, Push) else None
+    result = [t for t in (call.a, call.a_scale, dst_addr) if t is not None]
+    at = (ctypes.c_void_p * len(result))(*(t.data_ptr() for t in result))
+    spans = [
+        (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
+        for t in result
+    ]
+    library.write_late(len(result), at, (ctypes.c_uint64 * len(result))(*spans))
 
 
 def _problem(shape: kernels.GemmShape) -> tuple[object, ...]:

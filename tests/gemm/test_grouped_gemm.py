@@ -309,35 +309,6 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("programmatic", [False, True])
-def test_a_captured_graph_follows_its_counts(programmatic: bool):
-    case = Case(counts=(60, 60, 60), n=512, k=1024, masked=True)
-    made = case.make("cuda")
-    up = torch.empty(3, case.max_rows, 512, device="cuda", dtype=BF16)
-    second = Case(counts=(60, 60, 60), n=256, k=512, masked=True, dtype=BF16).make("cuda")
-    down = torch.empty(3, case.max_rows, 256, device="cuda", dtype=BF16)
-
-    def both() -> None:
-        grouped_gemm(made.a, made.b, out=up, programmatic_launch=programmatic, **made.given)
-        grouped_gemm(
-            up, second.b, counts=made.given["counts"], out=down, programmatic_launch=programmatic
-        )
-
-    both()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        both()
-    whole = down.clone()
-    for counts in ((60, 60, 60), (0, 0, 0), (1, 60, 17), (33, 0, 2)):
-        made.given["counts"].copy_(torch.tensor(counts))
-        down.fill_(UNTOUCHED)
-        graph.replay()
-        for expert, count in enumerate(counts):
-            assert torch.equal(down[expert, :count], whole[expert, :count])
-            assert bool((down[expert, count:] == UNTOUCHED).all())
-
-
-@pytest.mark.gpu
 def test_results_beyond_two_to_the_31():
     rows, n = 300_000, 8192
     a = torch.ones(rows, 128, device="cuda", dtype=BF16)

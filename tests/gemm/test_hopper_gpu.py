@@ -9,7 +9,15 @@ import torch
 
 from tests.gemm.cases import CASES, LARGE, UNTOUCHED, Case
 from weft.errors import OutOfOrder
-from weft.gemm import GatedQuant, WgmmaPlan, grouped_gemm, pack_mxfp4, quantize_mxfp4, unpack_mxfp4
+from weft.gemm import (
+    GatedQuant,
+    GemmPlan,
+    WgmmaPlan,
+    grouped_gemm,
+    pack_mxfp4,
+    quantize_mxfp4,
+    unpack_mxfp4,
+)
 from weft.gemm.config import FP8, MXFP4, MXFP4_BLOCK_MS
 
 pytestmark = pytest.mark.gpu
@@ -43,9 +51,11 @@ def test_bits_of_mxfp4_are_those_of_fp8_weights(name: str):
     ("programmatic", "prefetch"), [(False, False), (True, False), (True, True)]
 )
 @pytest.mark.parametrize(
-    ("dtype", "block_m", "num_sms"), [(FP8, 128, None), (FP8, 256, 4), (MXFP4, 128, None)]
+    ("dtype", "plan", "num_sms"),
+    [(FP8, WgmmaPlan(128), None), (FP8, WgmmaPlan(256), 4), (MXFP4, WgmmaPlan(128), None)]
+    + [(FP8, GemmPlan(64, 256, 128, stages=3), None)],
 )
-def test_graphs_replay_with_other_counts(dtype, block_m, num_sms, programmatic, prefetch):
+def test_graphs_replay_with_other_counts(dtype, plan, num_sms, programmatic, prefetch):
     """Run both GEMMs in turn, as a layer does; counts change between replays."""
     up = Case(dtype, counts=(70, 130, 1), n=1024, k=512, align=1, slack=0).make("cuda")
     rows, wide = up.case.rows, torch.randn(3, 512, 512, device="cuda")
@@ -54,7 +64,7 @@ def test_graphs_replay_with_other_counts(dtype, block_m, num_sms, programmatic, 
         down, down_scale = pack_mxfp4(*quantize_mxfp4(wide))
     out = torch.empty(rows, 512, dtype=BF16, device="cuda")
     act = torch.empty(rows, 512, dtype=FP8, device="cuda"), torch.empty(rows, 4, device="cuda")
-    kwargs = up.given | {"programmatic_launch": programmatic, "plan": WgmmaPlan(block_m)}
+    kwargs = up.given | {"programmatic_launch": programmatic, "plan": plan}
     kwargs |= {"prefetch_weights": prefetch, "num_sms": num_sms}
 
     def both() -> None:
@@ -106,10 +116,14 @@ def test_concurrent_launches_draw_tickets_of_their_own():
             assert all(torch.equal(out, expected) for out in outs)
 
 
+def square_operands() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows, and weights of three experts whose results have the rows' shape."""
+    rows = torch.randn(400, 512, device="cuda").bfloat16()
+    return rows, torch.randn(3, 512, 512, device="cuda").bfloat16() * 512**-0.5
+
+
 def test_weights_come_early_and_rows_do_not():
-    experts, size = 3, 512
-    rows = torch.randn(400, size, device="cuda").bfloat16()
-    weights = torch.randn(experts, size, size, device="cuda").bfloat16() * size**-0.5
+    rows, weights = square_operands()
     counts = torch.tensor([200, 37, 150], dtype=torch.int32, device="cuda")
     offsets = torch.tensor([0, 200, 240, 400], dtype=torch.int32, device="cuda")
     kwargs: dict[str, Any] = {"counts": counts, "offsets": offsets, "plan": WgmmaPlan(160)}
@@ -130,11 +144,9 @@ def test_weights_come_early_and_rows_do_not():
 
 def test_counts_are_read_as_the_kernel_before_the_last_left_them():
     """In each round of a graph the counts change, then a GEMM runs, then a prefetching one."""
-    experts, size, rounds = 3, 512, 20
-    rows = torch.randn(400, size, device="cuda").bfloat16()
-    weights = torch.randn(experts, size, size, device="cuda").bfloat16() * size**-0.5
-    drawn = torch.randint(0, 130, (rounds, experts), device="cuda", dtype=torch.int32)
-    counts = torch.zeros(experts, dtype=torch.int32, device="cuda")
+    (rows, weights), rounds = square_operands(), 20
+    drawn = torch.randint(0, 130, (rounds, 3), device="cuda", dtype=torch.int32)
+    counts = torch.zeros(3, dtype=torch.int32, device="cuda")
     offsets = torch.tensor([0, 130, 260, 400], dtype=torch.int32, device="cuda")
     other = torch.full_like(counts, 130)  # all rows that any count may ask for
     h, out = torch.zeros_like(rows), torch.empty(rounds, *rows.shape, device="cuda").bfloat16()

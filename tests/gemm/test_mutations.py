@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The emulated cluster detects every fault of the table in the grouped GEMM."""
 
-import ctypes
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +8,9 @@ import pytest
 import torch
 
 from tests.gemm.cases import UNTOUCHED, Case, Output, gated, shape_of
-from tests.gemm.emulate import EmulatedGemms, compile_gemms, tensor_map
+from tests.gemm.emulate import EmulatedHopper
 from tests.mutations import GEMM, WRONG, Mutation
-from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, kernels, reference
+from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan
 from weft.gemm.config import MXFP4
 
 pytestmark = pytest.mark.slow
@@ -51,13 +50,12 @@ class GemmRun:
         prefetch: dict[str, Any] = {"prefetch_weights": self.prefetch_weights}
         plan = WgmmaPlan(self.block_m)
         shapes = (shape_of(case, self.block_m, self.epilogue, **prefetch),)
-        library = ctypes.CDLL(str(compile_gemms(shapes, mutation)))
-        patch.setattr(kernels, "encode_tensor_map", tensor_map)
+        emulated = EmulatedHopper(shapes, mutation, sms=self.sms)
+        emulated.patch(patch)
         made = case.make()
         oracle = made.oracle()
         for seed in range(seeds):
-            gemms = EmulatedGemms(library, shapes, seed, seed % 3, self.sms)
-            patch.setattr(reference, "run_reference", gemms.compute)
+            emulated.seed, emulated.policy = seed, seed % 3
             options = prefetch | {"programmatic_launch": True}
             if self.epilogue == "push":
                 remote = torch.full((case.rows, case.n), UNTOUCHED, dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.gemm.cases import Case, Made
-from tests.gemm.launches import record_launches
+from tests.gemm.test_prepared import record_launches
 from weft.errors import InvalidArgument
 from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
 from weft.gemm.config import FP8

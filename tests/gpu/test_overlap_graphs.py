@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overlap under graph replay, delays and adverse schedules: no word may differ.
 
-The bodies are in tests/moe/overlapping.py, and CPU ranks rehearse them.
+The bodies are in tests/moe/test_overlapping.py, and CPU ranks rehearse them.
 """
 
 import functools
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import weft
-from tests.moe.overlapping import MODES, replay, run_odd_rounds
+from tests.moe.test_overlapping import MODES, replay, run_odd_rounds
 
 triton = pytest.importorskip("triton")
 tl: Any = pytest.importorskip("triton.language")

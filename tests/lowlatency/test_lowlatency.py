@@ -18,6 +18,7 @@ from weft.lowlatency.operator import LowLatencyAllToAll
 
 UNEVEN = Round(tokens=(5, 0, 16), hidden=256)
 REDUCED = Mode(reduce="sender", combine_dtype="fp8")
+OWNERS = [2, 0, 0, 2, 2, 2, 2, 0, 2, 2, 2]
 CHOICES, PLAIN = Mode(combine="gemm_push"), Mode(quantize=None)
 # Rows that do not fill the last of a warp's vectors: 896 bf16 numbers are 112, of 64 at a time. A
 # token has up to 3 rows of one rank: more than go together.
@@ -45,6 +46,8 @@ CASES = {
     "top 32 of 61": (Mode(), UNEVEN.next(top_k=32, experts=61)),
     # Rank 2 has no expert, and receives the number of tokens only.
     "fewer experts than ranks": (Mode(), UNEVEN.next(top_k=2, experts=2)),
+    # Rank 1 has none.
+    "a map": (Mode(more={"expert_map": OWNERS}), UNEVEN.next(hidden=128, experts=11)),
     "a long row": (Mode(), UNEVEN.next(hidden=7168, top_k=8, experts=256)),
     "reduced, powers of two": (replace(REDUCED, scale="ue8m0"), UNEVEN),
     "as deep_ep": (Mode(scale="fp32_col", recipe="deep_ep"), UNEVEN),
@@ -59,7 +62,7 @@ EMULATED_CASES = (
     *("as deep_ep", "as triton_dist", "reduced, powers of two"),
     *(name for name in CASES if "several" in name),
 )
-FEW = ("fp8", "powers of two of 32", "as they are", "choices", "reduced, fp8 back")
+FEW = ("fp8", "a map", "powers of two of 32", "as they are", "choices", "reduced, fp8 back")
 
 
 def play_some(group: weft.Group, names: list[str]) -> None:
@@ -122,18 +125,6 @@ def play_full(group: weft.Group) -> None:
 @pytest.mark.gpu
 def test_all_gpus_at_full_size(ranks):
     ranks(min(torch.cuda.device_count(), 8), "cuda")(play_full, timeout=300.0)
-
-
-@on_ranks(3)
-def test_an_explicit_expert_map(group):
-    case = Round(tokens=(9, 4, 16), hidden=128, experts=11)
-    owners = torch.tensor([2, 0, 0, 2, 2, 2, 2, 0, 2, 2, 2])  # rank 1 holds none
-    mode = Mode(more={"expert_map": owners})
-    with mode.make(group, case, 16) as a2a:
-        for seed in range(3):
-            play(a2a, mode, case.next(seed=seed))
-        owned = group.all_gather(a2a.local_experts)
-    assert owned == [[1, 2, 7], [], [0, 3, 4, 5, 6, 8, 9, 10]]
 
 
 @on_ranks(3)

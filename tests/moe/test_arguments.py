@@ -5,6 +5,7 @@ from __future__ import annotations  # the wrappers below are checked by their an
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,11 +35,14 @@ from tests.hostile import (
     kind_of_values,
     public_parameters,
 )
+from tests.moe.layers import CONFIGS
 from tests.test_arguments import MAP, SMS, pytestmark, tried
 from weft import MoEConfig
+from weft.errors import InvalidArgument
 from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan
 from weft.group import Group
 from weft.moe import (
+    MODELS,
     Expert,
     ExpertWeights,
     FP8Expert,
@@ -52,6 +56,7 @@ from weft.moe import (
     route,
     router_logits,
 )
+from weft.moe.experts.quantize import quantize_blocks
 from weft.placement import MAX_EP_SIZE
 
 __all__ = ["pytestmark"]
@@ -350,3 +355,56 @@ def test_memory_bytes_has_the_constructors_defaults():
         del memory[name]
     defaults = {name: each.default for name, each in memory.items()}
     assert defaults == {name: constructor[name].default for name in memory}
+
+
+# Beside hostile values: arguments that do not fit each other.
+GPT, SOFTMAX = CONFIGS["gpt-oss"], CONFIGS["softmax"]
+LARGE, SMALL = Expert.seeded(SOFTMAX, 0), Expert(torch.ones(32, 128), torch.ones(128, 16))
+STACKED = ExpertWeights.stack(GPT, [Expert.seeded(GPT, seed) for seed in range(3)])
+UNBIASED = replace(STACKED, gate_up_bias=None)
+Q, SCALE = quantize_blocks(torch.ones(1, 256, 128))
+EIGHT, CORRECTED = Routing(8, 2), Routing(8, 2, score="sigmoid", correction=True)
+SCORES, BIAS = torch.zeros(3, 8), torch.zeros(8)
+CHOSEN: dict[str, Any] = {"score": "softmax-chosen"}
+LIMITED = r"top_k is 3; it must be in 1\.\.2, the experts of 1 of 4"
+UNASKED = "correction is None, but this routing has correction=True"
+UNEVEN = "3 physical experts for 2 ranks, which hold equally many; use 1"
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: MODELS["GLM"], "did you mean 'glm-4.5-air'"),
+    (lambda: ExpertWeights.stack(GPT, [LARGE]), "expert 0 has gate_up_bias None"),
+    (
+        lambda: Expert(LARGE.gate_up, LARGE.down[:, :16]),
+        r"down \[128, 16\]; they must",
+    ),
+    (
+        lambda: ExpertWeights.stack(SOFTMAX, [LARGE, SMALL]),
+        r"expert 1 has gate_up \[32, 128\]",
+    ),
+    (lambda: UNBIASED.check(GPT, 3, torch.device("cpu")), "gate_up_bias is a NoneType"),
+    (lambda: FP8Expert.from_expert(Expert.seeded(GPT, 0)), "has biases"),
+    (lambda: FP8Expert.from_expert(SMALL), "blocks are 128 x 128"),
+    (lambda: FP8Expert(Q[0], SCALE[0, :1], Q[0, :128], SCALE[0, :1]), "gate_up_scale has shape"),
+    (lambda: Routing(8, 2, groups=3), "groups is 3 for 8 experts"),
+    (lambda: Routing(8, 2, groups=2, top_groups=3), r"top_groups is 3; .* in 1\.\.2"),
+    (lambda: Routing(8, 3, groups=4), LIMITED),
+    (lambda: Routing(8, 2, groups=8, top_groups=8), "a group has 1 expert"),
+    (lambda: Routing(8, 2, correction=True, **CHOSEN), "without correction and groups"),
+    (lambda: Routing(8, 2, groups=2, top_groups=2, **CHOSEN), "groups 2"),
+    (lambda: Routing(8, 2, weigh="input"), "weigh 'input' with top_k 2"),
+    (lambda: route(CORRECTED, SCORES), UNASKED),
+    (lambda: route(EIGHT, SCORES, correction=BIAS), "correction=False: leave it out"),
+    (lambda: route(CORRECTED, SCORES, correction=BIAS[1:]), "correction has shape"),
+    (
+        lambda: compute_topk_weights(EIGHT, SCORES, torch.zeros(3, 1).int()),
+        r"ids has shape \[3",
+    ),
+    (lambda: balance([1, 2, 3], 2, 0), UNEVEN),
+    (lambda: balance([1, 2], 2, 4), "replicas is 4 for 2 experts on 2 ranks; with 2 each rank has"),
+    (lambda: balance([1e308] * 4, 2, 0), "loads add up to inf"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_arguments_that_do_not_fit_are_refused(call, words):
+    with pytest.raises(InvalidArgument, match=words):
+        call()

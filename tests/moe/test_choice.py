@@ -106,30 +106,34 @@ def test_options_reach_the_exchange(group):
             assert exchange.memory == weft.LowLatencyAllToAll.memory_bytes(ranks=2, **sizes)
 
 
-def test_the_gemm_of_a_device():
-    cpu, gpu, half = torch.device("cpu"), torch.device("cuda", 0), replace(WIDE, dtype=torch.half)
-    wide = replace(WIDE, dtype=torch.float32)
+FP8 = {"fp8": True, "quantize": "fp8"}
 
-    def choose(device: torch.device, config: weft.MoEConfig = WIDE, **inputs: Any) -> str:
-        options = {"fp8": False, "quantize": None, **inputs}
-        return choose_gemm("auto", device, config, **options)
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "options", "with_triton", "without"),
+    [
+        ("cpu", torch.bfloat16, {}, "torch", "torch"),
+        ("cpu", torch.bfloat16, FP8, "grouped", "grouped"),
+        ("cuda", torch.bfloat16, {}, "grouped", "torch"),
+        ("cuda", torch.float16, {}, "grouped", "torch"),
+        ("cuda", torch.float32, {}, "torch", "torch"),
+        ("cuda", torch.bfloat16, {"quantize": "fp8"}, "torch", "torch"),
+        ("cuda", torch.bfloat16, FP8, "grouped", "no Triton here"),
+    ],
+)
+def test_the_gemm_of_a_device(monkeypatch, device, dtype, options, with_triton, without):
     def missing() -> None:
         raise InvalidArgument("no Triton here")
 
-    assert (choose(cpu), choose(cpu, fp8=True, quantize="fp8")) == ("torch", "grouped")
-    for import_triton in (lambda: None, missing):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("weft.gemm.triton_launch.import_triton", import_triton)
-            patch.setattr("weft.moe.layer.config.import_triton", import_triton)
-            if import_triton is missing:
-                assert choose(gpu) == "torch"
-                with pytest.raises(InvalidArgument, match="no Triton"):
-                    choose(gpu, fp8=True, quantize="fp8")
-                continue
-            assert (choose(gpu), choose(gpu, half)) == ("grouped", "grouped")
-            assert (choose(gpu, wide), choose(gpu, quantize="fp8")) == ("torch", "torch")
-            assert choose(gpu, fp8=True, quantize="fp8") == "grouped"
+    for import_triton, expected in ((lambda: None, with_triton), (missing, without)):
+        monkeypatch.setattr("weft.gemm.triton_launch.import_triton", import_triton)
+        monkeypatch.setattr("weft.moe.layer.config.import_triton", import_triton)
+        config, inputs = replace(WIDE, dtype=dtype), {"fp8": False, "quantize": None, **options}
+        try:
+            choice = choose_gemm("auto", torch.device(device, 0), config, **inputs)
+        except InvalidArgument as error:
+            choice = str(error)
+        assert choice == expected
 
 
 @pytest.mark.parametrize(

@@ -200,17 +200,17 @@ def padded_tokens(group: weft.Group, case: Case, mode: str) -> None:
         clean, padded = layer(x, logits), logits.clone()
         padded[3:] = float("nan")
         shared = case.shared(group.device)
-        for count in (0, 3, -2, 1):
-            real = max(count, 0)
+        for count in (0, 3, -2, 1, -(2**31), 7, 2**31 - 1):
+            real, valid = min(max(count, 0), len(x)), 0 <= count <= len(x)
             num_tokens = torch.tensor([count], dtype=torch.int32, device=group.device)
             poison(layer)
-            result = layer(x, padded, num_tokens=num_tokens)
+            result = layer(x, padded if valid else logits, num_tokens=num_tokens)
             case.check(result[:real], case.expected(layer, x[:real], logits[:real]))
             rest = torch.zeros_like(x) if shared is None else shared(x)
             assert torch.equal(result[real:], rest[real:])
             settle(group)
-            if count < 0 and isinstance(layer.exchange, weft.AllToAll):
-                with pytest.raises(TokenOverflow, match="num_tokens on the device is -2"):
+            if not valid and isinstance(layer.exchange, weft.AllToAll):
+                with pytest.raises(TokenOverflow, match=f"num_tokens on the device is {count}; "):
                     layer.check()
             layer.check()
         logits[2, 1] = float("nan")

@@ -18,7 +18,6 @@ from tests.steps import capture_body
 from weft.errors import BadExpertId, CreationFailed, ExpertsLost, InvalidArgument, RendezvousFailed
 from weft.moe import MoE, Replicas, balance, route
 from weft.moe.replicas import relocation
-from weft.moe.replicas.relocation import plan_moves
 
 RANKS, ORDER = 4, (2, 0)
 CASE = Case(CONFIGS["softmax"], tokens=(16, 5, 11, 7))
@@ -162,23 +161,3 @@ def test_a_relocation_that_a_death_interrupts_leaves_no_layer_of_two_placements(
             call(layer, seed)
         layer.check()
         group.barrier()
-
-
-def test_a_table_names_replicas_of_the_living():
-    placed = Replicas((0, 1, 2, 0, 1, 3), 3)  # 0 on ranks 0 and 1, 1 on 0 and 2, 2 on 1, 3 on 2
-    assert placed.physical_on(0b111) == [[0, 3], [1, 4], [2], [5]]
-    counts, physical = placed.table(torch.device("cpu"), living=0b101)
-    assert counts.tolist() == [1, 2, 1, 1]
-    assert physical.tolist() == [[0, -1], [1, 4], [-1, -1], [5, -1]]
-    for mask in (0, 8):
-        with pytest.raises(InvalidArgument, match=f"living is {mask}; it must be"):
-            placed.physical_on(mask)
-
-
-def test_only_living_ranks_exchange_weights():
-    old = Replicas((0, 1, 1, 0, 0, 1), 3)
-    new = Replicas((1, 0, 0, 1, 1, 0), 3)
-    for source, target in plan_moves(old, new, 0b011):
-        assert source // 2 != 2
-        assert target // 2 != 2
-    assert {target for _, target in plan_moves(old, new, 0b011)} == {0, 1, 2, 3}

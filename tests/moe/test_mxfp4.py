@@ -106,19 +106,18 @@ def test_weights_are_rounded_to_four_bits_and_checked():
         exact = getattr(plain, name).float()
         error = (dequantized(packed, name) - exact).square().mean().sqrt()
         assert 0.05 < error / exact.square().mean().sqrt() < 0.15
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"gate_up_scale": None}, "gate_up_scale"),
-        ({"down_scale": torch.ones(EXPERTS, 2, 1)}, "down_scale has shape"),
-        ({"down": plain.to_fp8().down}, "down has"),
-        ({"gate_up": packed.gate_up[:, :2].contiguous()}, "gate_up has shape"),
+    wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"gate_up_scale": None}, {}, "gate_up_scale"),
+        ({"down_scale": torch.ones(EXPERTS, 2, 1)}, {}, "down_scale has shape"),
+        ({"down": plain.to_fp8().down}, {}, "down has"),
+        ({"gate_up": packed.gate_up[:, :2].contiguous()}, {}, "gate_up has shape"),
+        ({}, {"fp8": False}, "build the layer with fp8=True|has dtype"),
+        ({}, {"config": replace(config, dtype=torch.float32)}, "dtype is torch.float32; MXFP4"),
     ]
-    for changes, words in wrong:
+    for changes, inputs, words in wrong:
+        good = {"config": config, "local_experts": EXPERTS, "device": cpu, "fp8": True}
         with pytest.raises(InvalidArgument, match=words):
-            replace(packed, **changes).check(config, EXPERTS, cpu, fp8=True)
-    with pytest.raises(InvalidArgument, match="build the layer with fp8=True|has dtype"):
-        packed.check(config, EXPERTS, cpu)
-    with pytest.raises(InvalidArgument, match="layer's dtype is torch.float32; MXFP4 weights need"):
-        packed.check(replace(config, dtype=torch.float32), EXPERTS, cpu, fp8=True)
+            replace(packed, **changes).check(**{**good, **inputs})
     with pytest.raises(InvalidArgument, match="torch.uint8 with scales; to_mxfp4 needs"):
         packed.to_mxfp4()
 

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.moe.test_route_kernel import NUMBERS
-from weft.errors import InvalidArgument
 from weft.moe import MODELS, Routing, compute_topk_weights, route, router_logits
 from weft.moe.routing.router import Score
 
@@ -169,36 +168,6 @@ def test_weigh_equals_route(name):
     if routing.renormalise:  # the others share what it would have weighed
         torch.testing.assert_close(result.weights[1:4].sum(1), torch.full((3,), routing.scale))
     assert torch.equal(result.weights[4:], weights[4:])
-
-
-PLAIN, BIASED = Routing(8, 2), Routing(8, 2, score="sigmoid", correction=True)
-LOGITS, BIAS = torch.zeros(3, 8), torch.zeros(8)
-CHOSEN: dict[str, Any] = {"score": "softmax-chosen"}
-REFUSED: list[tuple[Callable[..., object], dict[str, Any], str]] = [
-    (Routing, {"groups": 3}, "groups is 3 for 8 experts"),
-    (Routing, {"groups": 2, "top_groups": 3}, r"top_groups is 3; it must be an integer in 1\.\.2"),
-    (
-        Routing,
-        {"groups": 4, "top_k": 3},
-        r"top_k is 3; it must be in 1\.\.2, the experts of 1 of 4",
-    ),
-    (Routing, {"groups": 8, "top_groups": 8}, r"a group has 1 expert"),
-    (Routing, {**CHOSEN, "correction": True}, "without correction and groups"),
-    (Routing, {**CHOSEN, "groups": 2, "top_groups": 2}, "groups 2"),
-    (Routing, {"weigh": "input"}, "weigh 'input' with top_k 2"),
-    (route, {"routing": BIASED}, "correction is None, but this routing has correction=True"),
-    (route, {"routing": PLAIN, "correction": BIAS}, "correction=False: leave it out"),
-    (route, {"routing": BIASED, "correction": BIAS[1:]}, "correction has shape"),
-    (compute_topk_weights, {"topk_ids": torch.zeros(3, 1).int()}, r"topk_ids has shape \[3, 1\]"),
-]
-
-
-@pytest.mark.parametrize(("call", "changes", "words"), REFUSED)
-def test_invalid_rules_and_arguments_are_refused(call, changes, words):
-    rule = {"num_experts": 8, "top_k": 2}
-    kwargs = rule if call is Routing else {"routing": PLAIN, "logits": LOGITS}
-    with pytest.raises(InvalidArgument, match=words):
-        call(**{**kwargs, **changes})
 
 
 def test_router_logits_are_in_float32():
