@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/compat/run_rivals_tests.py with small programs: each is run, counted and ended."""
+"""benchmarks/compat/run_rivals_tests.py with a small program."""
 
 import importlib
 import json
@@ -37,33 +37,23 @@ def test_unsupported_calls_are_missing():
 """
 
 
-@pytest.fixture
-def runner(tmp_path, monkeypatch) -> Any:
-    """Import the script as a module, with a store of the programs above."""
+@pytest.mark.slow
+def test_cases_are_counted_by_their_worst_rank(tmp_path, monkeypatch):
+    """The script runs with a store of the programs above."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    module = importlib.import_module(SCRIPT.stem)
+    runner: Any = importlib.import_module(SCRIPT.stem)
     for path, text in {
-        "flashinfer/tests/comm/test_made.py": CASES,
+        "flashinfer/tests/comm/test_small.py": CASES,
         "flashinfer/flashinfer/tllm_enums.py": "SfLayout = None\n",
         "DeepEP/deep_ep/utils/testing.py": "marked = True\nbench_kineto = None\n",
     }.items():
         (tmp_path / "store" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "store" / path).write_text(text)
-    monkeypatch.setattr(module, "STORE", tmp_path / "store")
-    monkeypatch.setattr(module, "GRACE", 0.5)
-    return module
-
-
-def line_of(module: Any, program: Any, out: Path, cpu: bool = False) -> dict[str, Any]:
-    """Return the record of a program; it imports torch to run on a CPU."""
-    out.mkdir()
-    line: dict[str, Any] = module.play(program, 2, cpu, 600.0, out, named=False)
-    assert f"| {program.row} |" in module.table([json.loads(json.dumps(line))])
-    return line
-
-
-@pytest.mark.slow
-def test_cases_are_counted_by_their_worst_rank(runner, tmp_path):
-    line = line_of(runner, runner.flashinfer("made", each_rank=True), tmp_path / "out", cpu=True)
+    monkeypatch.setattr(runner, "STORE", tmp_path / "store")
+    monkeypatch.setattr(runner, "GRACE", 0.5)
+    program = runner.flashinfer("small", each_rank=True)
+    (tmp_path / "out").mkdir()
+    line = runner.play(program, 2, True, 600.0, tmp_path / "out", named=False)
     assert (line["cases"], line["passed"], line["failed"], line["skipped"]) == (5, 3, 1, 1)
     assert "rank 1 is not 0" in line["error"]
+    assert f"| {program.row} |" in runner.table([json.loads(json.dumps(line))])

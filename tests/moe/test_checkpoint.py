@@ -152,7 +152,7 @@ def mxfp4_of(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Te
     return values, scales
 
 
-def gpt_oss(config: MoEConfig) -> tuple[Tensors, dict[str, torch.Tensor]]:
+def gpt_oss(config: MoEConfig = BIASED) -> tuple[Tensors, dict[str, torch.Tensor]]:
     """Return MXFP4 as GPT-OSS stores it, and its values."""
     wide, inner, hidden = 2 * config.intermediate, config.intermediate, config.hidden
     gate_up, down = mxfp4_of(wide, hidden, 1), mxfp4_of(hidden, inner, 2)
@@ -206,10 +206,6 @@ def deepseek_v4() -> tuple[Tensors, dict[str, torch.Tensor]]:
     return tensors, {"gate_up": torch.cat((gate, up), dim=1), "down": down}
 
 
-def gpt_oss_biased() -> tuple[Tensors, dict[str, torch.Tensor]]:
-    return gpt_oss(BIASED)
-
-
 def kimi_k3() -> tuple[Tensors, dict[str, torch.Tensor]]:
     """Return the same with the names of compressed-tensors."""
     tensors, values = deepseek_v4()
@@ -219,7 +215,7 @@ def kimi_k3() -> tuple[Tensors, dict[str, torch.Tensor]]:
     return tensors, values
 
 
-@pytest.mark.parametrize("make", [gpt_oss_biased, deepseek_v4, kimi_k3])
+@pytest.mark.parametrize("make", [gpt_oss, deepseek_v4, kimi_k3])
 def test_mxfp4(tmp_path, make):
     tensors, values = make()
     config = replace(CONFIG, biased="gate_up_bias" in values)

@@ -180,18 +180,17 @@ def shared_of(block: torch.nn.Module, config: MoEConfig) -> torch.nn.Module | No
     return expert if own is None else GatedExpert(expert, own)
 
 
-def read_experts(folder: str, layer: int, config: MoEConfig) -> Any:
-    """Return a function that reads the experts of a rank."""
-    return lambda local: ExpertWeights.from_safetensors(folder, layer, local, config=config)
-
-
 def run_layer(
-    group: weft.Group, folder: str, x: torch.Tensor, logits: torch.Tensor, parts: dict[str, Any]
+    group: weft.Group, folder: str, number: int, x: torch.Tensor, routing: Any, parts: Any
 ) -> torch.Tensor:
+    """Run a layer of a checkpoint; `routing` and `parts` are arguments of its call and of MoE."""
     config = MoEConfig.from_hf(folder)
-    experts = read_experts(folder, LAYER, config)
-    with weft.MoE(group, config, experts, max_tokens=TOKENS, **parts) as layer:
-        out = layer(x, logits)
+
+    def read_experts(local: Any) -> ExpertWeights:
+        return ExpertWeights.from_safetensors(folder, number, local, config=config)
+
+    with weft.MoE(group, config, read_experts, max_tokens=TOKENS, **parts) as layer:
+        out = layer(x, **routing)
         layer.check()
         return out
 
@@ -227,47 +226,26 @@ def test_a_layer_over_ranks_is_the_block(name, original, ranks, tmp_path):
     ids, _ = route(config.routing, logits, correction=correction)
     assert len(ids.unique()) > EXPERTS // 2, "the experts must differ"
     parts = {"correction": correction, "shared": shared_of(block, config)}
-    for out in ranks(2, "threads")(run_layer, str(tmp_path), x, logits, parts):
+    routing = {"logits": logits}
+    for out in ranks(2, "threads")(run_layer, str(tmp_path), LAYER, x, routing, parts):
         assert float((out - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
-def _hash_layer(group, folder, x, tokens, parts):
-    """Layer 1 routes by logits and a correction, its sibling layer 0 by a token table."""
-    config = MoEConfig.from_hf(folder)
-    (gate, correction, shared), (first_gate, table, first_shared) = parts[1], parts[0]
-    second = {"max_tokens": TOKENS, "shared": shared, "correction": correction}
-    none = torch.zeros(EXPERTS)
-    with (
-        weft.MoE(group, config, read_experts(folder, 1, config), **second) as layer,
-        layer.sibling(
-            read_experts(folder, 0, config), shared=first_shared, correction=none
-        ) as first,
-    ):
-        ids, weights = compute_topk_weights(
-            config.routing, router_logits(x, first_gate), table[tokens]
-        )
-        result = [first(x, topk_ids=ids, topk_weights=weights), layer(x, router_logits(x, gate))]
-        first.check()
-        return result
-
-
 @torch.no_grad()
-def test_layers_with_experts_by_token_id(ranks, tmp_path):
+def test_a_layer_with_experts_by_token_id(ranks, tmp_path):
     hf_model = model("deepseek_v4")
     generator = torch.Generator().manual_seed(6)
-    first = block_of(hf_model, 0)
-    table = first.get_buffer("gate.tid2eid")
+    block = block_of(hf_model, 0)
+    table = block.get_buffer("gate.tid2eid")
     table.copy_(torch.rand(len(table), EXPERTS, generator=generator).topk(table.shape[1]).indices)
     hf_model.save_pretrained(tmp_path)  # type: ignore[operator]
     config = MoEConfig.from_hf(tmp_path)
     x = torch.randn(TOKENS, SIZES["hidden_size"], generator=generator)
     tokens = torch.randint(SIZES["vocab_size"], (TOKENS,), generator=generator)
-    parts = {}
-    for number, name in ((0, "tid2eid"), (1, "e_score_correction_bias")):
-        block = block_of(hf_model, number)
-        gate = gate_of(block)
-        parts[number] = gate.weight.data, getattr(gate, name), shared_of(block, config)
-    expected = [first(x[None], input_ids=tokens), block_of(hf_model)(x[None])]
-    for result in ranks(4, "threads")(_hash_layer, str(tmp_path), x, tokens, parts):
-        for got, want in zip(result, expected, strict=True):
-            assert float((got - want[0]).abs().max() / want.abs().max()) < 1e-5
+    expected = block(x[None], input_ids=tokens)[0]
+    logits = router_logits(x, gate_of(block).weight.data)
+    ids, weights = compute_topk_weights(config.routing, logits, table[tokens])
+    routing = {"topk_ids": ids, "topk_weights": weights}
+    parts = {"correction": torch.zeros(EXPERTS), "shared": shared_of(block, config)}
+    for out in ranks(4, "threads")(run_layer, str(tmp_path), 0, x, routing, parts):
+        assert float((out - expected).abs().max() / expected.abs().max()) < 1e-5

@@ -99,19 +99,6 @@ def test_a_server_that_does_not_recover_is_ended() -> None:
         assert any("and the other ranks have 0.5 s to recover" in line for line in lines)
 
 
-def outlast(group: weft.Group) -> list[str]:
-    """Rank 1 is killed; the engine ends this rank before the server gives up."""
-    kept = Kept()
-    watch = Watch(group, end_server=lambda: None)
-    group.barrier()
-    if group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    while not kept.lines:
-        time.sleep(0.01)
-    watch.close()
-    return kept.lines
-
-
 def lose_parent(group: weft.Group) -> list[str]:
     """vLLM's EngineCore is killed while its worker, which is the rank, still runs."""
     kept, watch = Kept(), Watch(group, end_server=lambda: None)
@@ -120,8 +107,7 @@ def lose_parent(group: weft.Group) -> list[str]:
     return kept.lines
 
 
-def test_the_process_that_ended_first_is_named_at_once() -> None:
+def test_an_ended_parent_is_named() -> None:
     """vLLM ends all engine cores as soon as one has died, and does not name it."""
-    assert run(outlast, ranks=2)[0][0] == "rank 0 of 2: the process of rank 1 has ended"
     ((line,),) = launch(lose_parent, ranks=1, device="threads")
     assert f"process {1 << 30}, which started this rank, has ended" in line
