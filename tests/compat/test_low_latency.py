@@ -2,6 +2,7 @@
 """deep_ep's low-latency calls in the sequences of callers, compared with weft's reference."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -125,22 +126,22 @@ def test_the_originals_own_sequence(group):
 @buffered(**LL)
 def test_two_handles_are_combined_in_turn_from_buffers_of_their_own(group, buffer):
     """zero_copy reads the handle's buffer, whatever x is."""
-    made = []
+    results = []
     for seed in (0, 1):
-        rows, *result = dispatched(buffer, seed)
-        place = buffer.get_next_low_latency_combine_buffer(result[2])
-        place.copy_(rows)
-        assert buffer.get_next_low_latency_combine_buffer(result[2]) is place
-        made.append((rows.clone(), *result))
+        rows, ids, weights, handle = dispatched(buffer, seed)
+        buffer_of_handle = buffer.get_next_low_latency_combine_buffer(handle)
+        buffer_of_handle.copy_(rows)
+        assert buffer.get_next_low_latency_combine_buffer(handle) is buffer_of_handle
+        results.append((rows.clone(), ids, weights, handle))
     for seed in (1, 0, 1):
-        y, *result = made[seed]
-        want = expected(group, seed, result[1])
+        y, *arguments = results[seed]
+        want = expected(group, seed, arguments[1])
         other = torch.full_like(y, float("nan"))
         with pytest.raises(InvalidArgument, match="x has shape"):
-            buffer.low_latency_combine(other[:, 1:], *result, zero_copy=True)
-        out = buffer.low_latency_combine(other, *result, zero_copy=True)[0]
+            buffer.low_latency_combine(other[:, 1:], *arguments, zero_copy=True)
+        out = buffer.low_latency_combine(other, *arguments, zero_copy=True)[0]
         assert torch.equal(out.cpu(), want)
-        out = buffer.low_latency_combine(y * 2, *result)[0]  # exact in bfloat16
+        out = buffer.low_latency_combine(y * 2, *arguments)[0]  # exact in bfloat16
         assert torch.equal(out.cpu().float(), want.float() * 2)
 
 
@@ -194,21 +195,15 @@ def test_calls_that_the_original_allows_are_refused(group):
     buffer, other = (Buffer(group, **LL) for _ in range(2))
     rows, ids, weights, handle = result = dispatched(buffer, 0)
     send, combine = buffer.low_latency_dispatch, buffer.low_latency_combine
+    other_buffer = partial(other.get_next_low_latency_combine_buffer, handle)
+    early = partial(combine, rows, ids, weights, handle, zero_copy=True)
+    packed = partial(send, rows[0], ids, 8, 8, use_ue8m0=True)
     calls: list[tuple[type[Exception], Any, str]] = [
         (OutOfOrder, lambda: other.low_latency_combine(*result), "belongs to another buffer"),
-        (
-            *(OutOfOrder, lambda: other.get_next_low_latency_combine_buffer(handle)),
-            "belongs to another buffer",
-        ),
-        (
-            *(OutOfOrder, lambda: combine(rows, ids, weights, handle, zero_copy=True)),
-            "zero_copy=True before get_next_low_latency",
-        ),
+        (OutOfOrder, other_buffer, "belongs to another buffer"),
+        (OutOfOrder, early, "zero_copy=True before get_next_low_latency"),
         (InvalidArgument, buffer.low_latency_clean_mask_buffer, "enable_shrink is False; it must"),
-        (
-            *(InvalidArgument, lambda: send(rows[0], ids, 8, 8, use_ue8m0=True)),
-            "use_ue8m0 with use_fp8=True, round_scale=False",
-        ),
+        (InvalidArgument, packed, "use_ue8m0 with use_fp8=True, round_scale=False"),
         (InvalidArgument, lambda: layer_of(group, local_world_size=8), "8 and world_size 2"),
         (InvalidArgument, lambda: layer_of(group, rank=1 - group.rank), "but group is rank"),
     ]
