@@ -93,21 +93,17 @@ class Code:
     """A program, and the requirements of its machine code.
 
     verbs: what kernels do at least to memory that others see.
-    frame: bytes of local memory that a kernel may have on Hopper, and on others if `everywhere`.
-    profiled: the same of kernels that keep a timeline; None where these are not compiled.
+    frame: bytes of local memory that a kernel may have; `profiled`: that one with a timeline may.
     """
 
     program: Any
     verbs: Verbs = field(default_factory=dict)
     frame: int = 0
     profiled: int | None = None
-    everywhere: bool = False
 
 
 V3 = Shape(8, 2048, 8, 256, 7168, "bf16", (14336,))
 FEW = replace(V3, tokens=128)
-FP8_ROWS = (7168, 224)
-ODD = Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7))
 PUSHED = WHOLE | {"combine": LAST_ADD | FLAG_STORES | FLAG_LOADS}
 PUSHED_FP8 = PUSHED | {
     "combine": LAST_ADD
@@ -126,19 +122,12 @@ PULLED = WHOLE | {
 }
 
 
-def all_to_all(
-    shape: Shape,
-    verbs: Verbs = WHOLE,
-    frame: int = 0,
-    profiled: int = 0,
-    *,
-    split_phase: bool = True,
-) -> Code:
-    program = alltoall.build_cuda_program(shape, 1, split_phase=split_phase)
-    return Code(program, verbs, frame, profiled)
+def all_to_all(shape: Shape, verbs: Verbs = WHOLE) -> Code:
+    program = alltoall.build_cuda_program(shape, 1, split_phase=True)
+    return Code(program, verbs, profiled=0)
 
 
-def low_latency(frame: int = 0, profiled: int | None = None, **changes: Any) -> Code:
+def low_latency(**changes: Any) -> Code:
     shape = replace(LowLatencyShape(8, 128, 8, 256, 32, 7168, "bf16"), **changes)
     program = lowlatency.build_cuda_program(shape, split_phase=not shape.gemm_push)
     verbs = LOW_HALVES
@@ -147,119 +136,50 @@ def low_latency(frame: int = 0, profiled: int | None = None, **changes: Any) -> 
             "dispatch": LOW | TAGGED_STORES | TAGGED_LOADS,
             "combine": LOW | {"acquire LD.64.SYS": 1},
         }
-    return Code(program, verbs if not changes.keys() & OTHER_FORMS else {}, frame, profiled)
-
-
-# Unquantised rows and other forms have other verbs.
-OTHER_FORMS = {"group", "scales", "recipe", "ranks", "dtype", "tokens"}
+    # The slow path of a wait takes 24 bytes of the stack in kernels that trace.
+    return Code(program, verbs, profiled=24)
 
 
 def all_reduce(config: ReduceConfig) -> Code:
     receiver = config.epilogue_at == "receiver"
-    kernels = set(allreduce.KERNELS) - ({"oneshot_resident"} if config.hidden == 2888 else set())
-    plain = {"oneshot"} if receiver else kernels - {"oneshot_resident"}
+    plain = {"oneshot"} if receiver else set(allreduce.KERNELS) - {"oneshot_resident"}
     verbs = {
         name + end: SUM if name in plain else OWN_SUM
-        for name in kernels
+        for name in allreduce.KERNELS
         for end in ("", allreduce.MOE)
     }
     program = allreduce.build_cuda_program(config)
     assert set(program.entry_points) == verbs.keys()
     # A wait's record is handed to the slow path by its address: that is no spill.
-    return Code(program, verbs if config.ranks == 8 else {}, frame=96, everywhere=True)
+    return Code(program, verbs, frame=96)
 
 
 def groups(shape: Shape, layout: str, *sizes: int) -> Code:
     sends = shape.combine != "pull"
     program = grouping.build_cuda_program(shape, GroupConfig(layout, *sizes), sends=sends)
     send = SEND | ({"relaxed ST.32.SYS": 2} if shape.combine == "push_fp8" else {})
-    return Code(program, {"send": send, "group": LAST_ADD} if sends else {}, everywhere=True)
+    return Code(program, {"send": send, "group": LAST_ADD} if sends else {})
 
 
-# The slow path of a wait takes 24 bytes of the stack in kernels that trace, and in those of
-# unquantised rows. 32 ranks with a top k of 32, and mxfp8 of fp32, use all registers.
+# One shape of each list of verbs.
 KERNELS = {
-    "deepseek-v3": lambda: all_to_all(V3, PULLED),
-    "fp8 dispatch": lambda: all_to_all(replace(V3, row_bytes=FP8_ROWS)),
-    "fp8 dispatch, quantised": lambda: all_to_all(replace(V3, row_bytes=FP8_ROWS, quant="fp8")),
-    "gpt-oss-120b": lambda: all_to_all(Shape(4, 512, 4, 128, 2880, "bf16", (5760,))),
-    "three ranks, odd rows": lambda: all_to_all(ODD),
+    "pulled": lambda: all_to_all(V3, PULLED),
     "pushed": lambda: all_to_all(replace(FEW, combine="push"), PUSHED),
     "fp8 dispatch and combine": lambda: all_to_all(
-        replace(FEW, row_bytes=FP8_ROWS, combine="push_fp8", quant="fp8"), PUSHED_FP8
-    ),
-    "mxfp8 of fp32": lambda: all_to_all(
-        replace(FEW, dtype="fp32", row_bytes=FP8_ROWS, quant="mxfp8"), frame=24, profiled=24
+        replace(FEW, row_bytes=(7168, 224), combine="push_fp8", quant="fp8"), PUSHED_FP8
     ),
     "gemm_push": lambda: all_to_all(replace(FEW, combine="gemm_push")),
-    "gemm_push, odd rows": lambda: all_to_all(replace(ODD, combine="gemm_push", stats=3)),
-    "32 ranks, mapped": lambda: all_to_all(
-        Shape(32, 16, 32, 61, 512, "fp32", (2048,), mapped=True),
-        frame=32, profiled=24, split_phase=False,
-    ),
-    "statistics, pulled": lambda: all_to_all(replace(V3, stats=256), PULLED),
-    "statistics, pushed": lambda: all_to_all(replace(FEW, combine="push_fp8", stats=7)),
-    "low latency": lambda: low_latency(profiled=24),
-    "low latency, reduced": lambda: low_latency(profiled=24, reduce="sender"),
-    "low latency, reduced, fp8 combine": lambda: low_latency(
-        profiled=24, reduce="sender", combine_fp8=True
-    ),
-    "low latency, reduced, fp8 combine, four ranks": lambda: low_latency(
-        ranks=4, local=64, reduce="sender", combine_fp8=True
-    ),
-    "low latency, fp8 combine": lambda: low_latency(profiled=24, combine_fp8=True),
-    "low latency, unquantised": lambda: low_latency(24, 24, group=0),
-    "low latency, powers of two": lambda: low_latency(scales="ue8m0"),
-    "low latency, by column, of 32": lambda: low_latency(scales="fp32_col", group=32),
-    "low latency, deep_ep recipe": lambda: low_latency(scales="fp32_col", recipe="deep_ep"),
-    "low latency, deep_ep recipe, ue8m0": lambda: low_latency(scales="ue8m0", recipe="deep_ep"),
-    "low latency, triton_dist recipe": lambda: low_latency(recipe="triton_dist"),
-    "low latency, from other hosts": lambda: low_latency(recipe="quantised"),
-    "low latency, from other hosts, reduced": lambda: low_latency(
-        reduce="sender", recipe="quantised"
-    ),
-    "low latency, fp32, fp8 combine": lambda: low_latency(dtype="fp32", combine_fp8=True),
-    "low latency, four ranks, odd blocks": lambda: low_latency(
-        ranks=4, tokens=512, top_k=4, experts=128, hidden=2944, dtype="fp16"
-    ),
-    "low latency, gemm_push": lambda: low_latency(profiled=24, gemm_push=True),
-    "low latency, smallest sizes": lambda: low_latency(
-        ranks=1, tokens=1, top_k=1, experts=1, local=1, hidden=128
-    ),
-    "low latency, 32 ranks, mapped": lambda: low_latency(
-        96, ranks=32, tokens=16, top_k=32, experts=61, local=2, hidden=512, dtype="fp32",
-        group=32, scales="ue8m0", reduce="sender", combine_fp8=True, mapped=True,
-    ),
+    "low latency": low_latency,
+    "low latency, reduced, fp8 combine": lambda: low_latency(reduce="sender", combine_fp8=True),
+    "low latency, gemm_push": lambda: low_latency(gemm_push=True),
     "all-reduce": lambda: all_reduce(ReduceConfig(8, 2048, 32, 7168, "bf16")),
-    "all-reduce, three ranks, odd rows": lambda: all_reduce(ReduceConfig(3, 100, 64, 2888, "fp16")),
-    "all-reduce, two ranks, fp32": lambda: all_reduce(ReduceConfig(2, 64, 64, 4096, "fp32")),
     "all-reduce, receiver": lambda: all_reduce(ReduceConfig(8, 2048, 32, 7168, "bf16", "receiver")),
     "groups": lambda: groups(replace(V3, tokens=4096), "contiguous", 32, 8 * 4096 * 8, 1),
-    "groups, fp8, masked": lambda: groups(
-        replace(FEW, row_bytes=FP8_ROWS), "masked", 32, 1024, 128
-    ),
-    "groups, odd rows": lambda: groups(ODD, "contiguous", 6, 640, 16),
-    "groups, one rank holds all": lambda: groups(
-        Shape(1, 16, 32, 1024, 512, "fp32", (2048,)), "masked", 1024, 16, 1
-    ),
     "sends": lambda: groups(replace(FEW, combine="push"), "contiguous", 32, 8 * 128 * 8, 16),
     "sends, fp8 of fp32": lambda: groups(
         replace(FEW, combine="push_fp8", dtype="fp32"), "masked", 32, 1024, 16
     ),
-    "sends, gemm_push": lambda: groups(replace(FEW, combine="gemm_push"), "masked", 32, 1024, 16),
-    "sends, gemm_push, odd rows": lambda: groups(
-        replace(ODD, combine="gemm_push"), "contiguous", 6, 640, 16
-    ),
-}  # fmt: skip
-
-
-# No source depends on the architecture. Of exchanges, whose frames count on Hopper alone, one form
-# of each list of verbs is read for both.
-ON_BOTH = (
-    *(name for name in KERNELS if name.startswith(("all-reduce", "groups", "sends"))),
-    *("deepseek-v3", "pushed", "fp8 dispatch and combine", "gemm_push", "low latency"),
-    *("low latency, reduced, fp8 combine", "low latency, fp8 combine", "low latency, gemm_push"),
-)
+}
 
 
 def largest_frame(cubin: bytes) -> int:
@@ -267,17 +187,15 @@ def largest_frame(cubin: bytes) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "arch"),
-    [(name, "sm_90a") for name in KERNELS] + [(name, "sm_100a") for name in ON_BOTH],
-)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernels_exist_do_not_spill_and_keep_their_order(name: str, arch: str) -> None:
     code = KERNELS[name]()
     cubin = code.program.compile_cubin(arch)
     assert all(
         code.program.kernel_name(entry).encode() in cubin for entry in code.program.entry_points
     )
-    if arch == "sm_90a" or code.everywhere:
+    if arch == "sm_90a" or code.profiled is None:
         assert largest_frame(cubin) <= code.frame, frames(cubin)
     if arch == "sm_90a" and code.profiled is not None:
         profiled = code.program.compile_cubin(arch, defines=(DEFINE,))
@@ -294,7 +212,7 @@ def test_kernels_exist_do_not_spill_and_keep_their_order(name: str, arch: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek-v3", "low latency", "all-reduce"])
+@pytest.mark.parametrize("name", ["pulled", "low latency", "all-reduce"])
 def test_kernels_compile_with_fault_points(name: str) -> None:
     assert KERNELS[name]().program.compile_cubin("sm_90a", defines=FAULTS)
 
