@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One-shot kernels with a resident grid, and the division of rows, compiled for CPUs."""
+"""The kernels in the emulator give the reference's bits in every launch; rows are divided right."""
 
 import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,87 +14,140 @@ from tests.allreduce.test_allreduce import every_call, make
 from tests.emulator.emulate import EmulatedEntries, build_library, compile_emulated, emulated_tree
 from tests.emulator.watch import watching, ways
 from tests.headers import HEADER_BYTES
-from tests.patience import hurry
-from tests.sums import Sum, quant_specs
+from tests.sums import BACKENDS, Sum, play, quant_specs
 from weft.allreduce.kernels import ReducePlan
 from weft.errors import PeerTimeout
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 13
-CASE = Sum(TOKENS, 640, special=True, bias=1.0)  # 80 vectors: two warps and a half
+
+@dataclass(frozen=True)
+class Launch:
+    """Plans by backend and tokens, and the kernel that runs as "oneshot"."""
+
+    plans: Mapping[tuple[str, int], ReducePlan]
+    form: str = "oneshot"
+
+    def install(self, ar: weft.AllReduce, library: str) -> EmulatedEntries:
+        ar._kernels = entries = EmulatedEntries(Path(library))
+        entries.plans |= self.plans
+        entries.forms["oneshot"] = self.form
+        return entries
 
 
-# A launch of one shot: threads, CTAs of a cluster, and resident clusters or None for one a token.
-Shape = tuple[int, int, int | None]
-WAVES: Shape = (32, 3, None)
-ALONE, PAIR, THREE = (64, 1, 1), (32, 2, 2), (32, 3, 3)
+FEW, MANY = 5, 13  # tokens
 
 
-def install(ar: weft.AllReduce, library: str, shape: Shape) -> EmulatedEntries:
-    threads, cluster, resident = shape
-    ar._kernels = entries = EmulatedEntries(Path(library))
-    if resident is not None:
-        entries.forms["oneshot"] = "oneshot_resident"
-    for tokens in range(1, TOKENS + 1):
+def grid(threads: int, cluster: int, resident: int | None) -> Launch:
+    """Return one-shot launches of all sizes: of resident clusters, or for None one a token."""
+    plans = {}
+    for tokens in range(1, MANY + 1):
         ctas = min(tokens, resident or tokens) * cluster
-        entries.plans["oneshot", tokens] = ReducePlan(ctas, threads, cluster)
-    return entries
+        plans["oneshot", tokens] = ReducePlan(ctas, threads, cluster)
+    return Launch(plans, "oneshot_resident" if resident else "oneshot")
 
 
-def library(count: int, case: Sum = CASE) -> str:
-    return str(compile_emulated(case.config(count, TOKENS)))
+def oneshot(threads: int, cluster: int) -> ReducePlan:
+    return ReducePlan(FEW * cluster, threads, cluster)
 
 
-def emulated(group: weft.Group, library: str, shapes: list[Shape], case: Sum) -> None:
-    with make(group, TOKENS, case) as ar:
-        entries = install(ar, library, shapes[group.rank])
+def twoshot(threads: int, cluster: int, pushers: int, reducers: int) -> ReducePlan:
+    return ReducePlan((pushers + reducers) * cluster, threads, cluster, pushers * cluster)
+
+
+def backends(*plans: ReducePlan) -> Launch:
+    return Launch({(name, FEW): plan for name, plan in zip(BACKENDS, plans, strict=True)})
+
+
+WAVES, ALONE, PAIR, THREE = grid(32, 3, None), grid(64, 1, 1), grid(32, 2, 2), grid(32, 3, 3)
+GRIDS = Sum(MANY, 640, special=True, bias=1.0)  # 80 vectors: two warps and a half
+FP32 = GRIDS.next(dtype=torch.float32, hidden=384, special=False)
+# 384 bf16 are 48 vectors: a warp and a half.
+ALL = Sum(FEW, 384, special=True, bias=1.0)
+SHAPES = (
+    backends(oneshot(64, 1), twoshot(64, 1, 1, 1), twoshot(32, 1, 1, 1)),
+    backends(oneshot(32, 2), twoshot(32, 2, 1, 1), twoshot(32, 1, 2, 1)),
+    backends(oneshot(32, 3), twoshot(32, 2, 1, 2), twoshot(32, 2, 1, 1)),
+    backends(oneshot(32, 4), twoshot(64, 1, 2, 1), twoshot(64, 1, 1, 2)),
+)
+OTHER = backends(oneshot(32, 2), twoshot(32, 2, 1, 2), twoshot(32, 1, 1, 1))
+CASES = [
+    *(([ALONE, ALONE], GRIDS), ([THREE, PAIR], GRIDS), ([PAIR, WAVES], GRIDS)),
+    *(([PAIR, ALONE, THREE], case) for case in (GRIDS, FP32)),
+    *(([shape] * 2, ALL.next(differ=differ)) for shape in SHAPES for differ in (False, True)),
+    ([OTHER] * 3, Sum(FEW, 384, torch.float16, weight_dtype=torch.float32)),
+    *(([OTHER] * 3, Sum(FEW, 256, torch.float32, differ=differ)) for differ in (False, True)),
+]
+
+
+def library(count: int, case: Sum) -> str:
+    return str(compile_emulated(case.config(count, case.tokens)))
+
+
+def emulated(group: weft.Group, library: str, launches: list[Launch], case: Sum) -> None:
+    launch = launches[group.rank]
+    sizes = (1, 2, 9, MANY) if case.tokens == MANY else (FEW,)
+    with make(group, case.tokens, case) as ar:
+        entries = launch.install(ar, library)
         with watching(group, entries.library, ar.site.stride) as watch:
-            for seed, tokens in enumerate((1, 2, 9, TOKENS)):
-                specs = quant_specs(group.device, case.hidden) if tokens == TOKENS else [None]
-                every_call(ar, case.next(tokens=tokens, seed=seed), "oneshot", specs)
+            for backend in dict.fromkeys(backend for backend, _ in launch.plans):
+                for seed, tokens in enumerate(sizes):
+                    now = case.next(tokens=tokens, seed=seed)
+                    specs = quant_specs(group.device, case.hidden, group.rank)
+                    # At the receiver other threads write a row than those that have read it to
+                    # send it: what the peers made of it orders them, and that no watch follows.
+                    every_call(
+                        ar, now, backend, specs if tokens == case.tokens else [None],
+                        in_place=not case.differ,
+                    )  # fmt: skip
+                play(ar, case.next(seed=9), backend)
+        # Rows, trailers and calls say themselves of which round they are.
         slots = {"slots": range(HEADER_BYTES, 1 << 40)}
         assert ways(watch.events(), slots) == {"slots": {"writes relaxed sys", "reads relaxed sys"}}
 
 
-FP32 = CASE.next(dtype=torch.float32, hidden=384, special=False)
+@pytest.mark.parametrize(("launches", "case"), CASES)
+def test_every_launch_has_the_bits_of_the_reference(ranks, launches, case):
+    count = len(launches)
+    ranks(count, "threads")(emulated, library(count, case), launches, case)
 
 
-@pytest.mark.parametrize(
-    ("shapes", "case"),
-    [
-        *(([ALONE, ALONE], CASE), ([THREE, PAIR], CASE), ([PAIR, WAVES], CASE)),
-        *(([PAIR, ALONE, THREE], case) for case in (CASE, FP32)),
-    ],
-)
-def test_every_grid_has_the_bits_of_the_reference(ranks, shapes, case):
-    count = len(shapes)
-    ranks(count, "threads")(emulated, library(count, case), shapes, case)
-
-
-def send_half_rows(group: weft.Group, library: str) -> str:
-    """Rank 1 sends the first half of each row: some lanes of a cluster miss their vectors."""
-    with make(group, TOKENS, CASE) as ar:
-        install(ar, library, PAIR)
-        hurry(ar, 0.5)
+def half_a_row(group: weft.Group, library: str, launch: Launch, case: Sum, backend: str) -> str:
+    """Rank 1 sends only the first half of each row: some lanes receive theirs, others never."""
+    with make(group, case.tokens, case, first_timeout=0.5) as ar:
+        launch.install(ar, library)
         reported = ""
         if group.rank == 0:
             sizes = ar.config
-            size = (2 * sizes.direct, sizes.row_bytes)
-            rows = ar.heap.tensor(size, torch.uint8, offset=sizes.rows_offset)
-            rows[:, : sizes.row_bytes // 2] = 0
-            x, weight = CASE.rows(0, group.device), CASE.shared(group.device)[1]
+            size = (2 * (sizes.direct + sizes.owned), sizes.row_bytes)
+            slots = ar.heap.tensor(size, torch.uint8, offset=sizes.rows_offset)
+            slots[:, : sizes.row_bytes // 2] = 0
+            x, weight = case.rows(0, group.device), case.shared(group.device)[1]
             norm = torch.full_like(x, 7.0)
             with pytest.raises(PeerTimeout) as caught:
-                ar.fused(x, weight=weight, norm_out=norm, backend="oneshot")
+                ar.fused(x, weight=weight, norm_out=norm, backend=backend)
             reported = str(caught.value)
-            assert bool((norm[:, CASE.hidden // 2 :] == 7.0).all()), "made without its rows"
+            if launch is PAIR:
+                assert bool((norm[:, case.hidden // 2 :] == 7.0).all()), "made without its rows"
+            with pytest.raises(PeerTimeout):
+                ar.fused(x, backend=backend)
         group.barrier()
         return reported
 
 
-def test_a_grid_ends_when_half_of_every_row_is_missing(ranks):
-    assert "did not arrive from rank 1" in ranks(2, "threads")(send_half_rows, library(2))[0]
+PLAIN = Sum(FEW, 384)
+HALVES = [
+    (shape, PLAIN.next(differ=differ), backend)
+    for shape in SHAPES[::2]
+    for differ in (False, True)
+    for backend in BACKENDS
+]
+
+
+@pytest.mark.parametrize(("launch", "case", "backend"), [*HALVES, (PAIR, GRIDS, "oneshot")])
+def test_kernels_end_when_half_of_every_row_is_missing(ranks, launch, case, backend):
+    reported = ranks(2, "threads")(half_a_row, library(2, case), launch, case, backend)
+    assert "did not arrive from rank 1" in reported[0]
 
 
 ENTRY = """\
