@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random arguments of public calls raise weft's usage errors or work, and break no group."""
+"""Random arguments of operators' calls raise weft's usage errors or work, and break no group."""
 
 import contextlib
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import weft
-from tests import public, test_arguments
-from tests.moe import test_arguments as moe_arguments
-from tests.public import CONFIG, EXPERTS, HIDDEN, MODES, MOST, TOP_K, random_rows, tokens
+from tests import test_arguments
+from tests.public import CONFIG, EXPERTS, HIDDEN, MODES, MOST, random_rows, tokens
 from weft.compat import deep_ep, flashinfer
 from weft.errors import BadExpertId, InvalidArgument, UsageError
 from weft.gemm import grouped_gemm
@@ -291,55 +290,6 @@ def aliases_of(group: weft.Group, name: str, seed: int, draws: int) -> None:
         made.give_back()
 
 
-SIZES = {"max_tokens": MOST, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": HIDDEN}
-
-
-def constructors(group: weft.Group) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
-    map_of_experts = {"expert_map": [0] * (EXPERTS // 2) + [1] * (EXPERTS // 2)}
-    yield weft.AllToAll, {"group": group, **SIZES, **map_of_experts, "quantize": None}
-    yield weft.LowLatencyAllToAll, {"group": group, **SIZES, **map_of_experts, "slots": 2}
-    yield weft.AllReduce, {"group": group, "max_tokens": MOST, "hidden": HIDDEN, "dtype": BF16}
-    weights = public.experts(group, fp8=False)
-    sizes = {"max_tokens": MOST, "expert_map": None, "mode": "throughput", "overlap": "none"}
-    yield weft.MoE, {"group": group, "config": CONFIG, "weights": weights, **sizes}
-    yield weft.Heap.create, {"group": group, "size": 1 << 16}
-    yield deep_ep.Buffer, {"group": group, "low_latency_mode": True, "enable_shrink": False}
-
-
-def constructed(group: weft.Group, seed: int, count: int) -> int:
-    chance, drawn = random.Random(seed), 0
-    for make, good in constructors(group):
-
-        def made(make: Callable[..., Any] = make, **arguments: Any) -> None:
-            result = make(**arguments)
-            (result.destroy if isinstance(result, deep_ep.Buffer) else result.close)()
-
-        for _ in range(count):
-            names = chance.sample(sorted(good), min(len(good), chance.randrange(1, 4)))
-            attempt(made, good, {name: any_value(chance, good[name]) for name in names})
-            drawn += 1
-    with weft.AllReduce(group, max_tokens=2, hidden=HIDDEN) as op:
-        total = op.fused(torch.ones(2, HIDDEN).bfloat16()).out
-        assert total is not None
-        assert (total == group.size).all()
-    return drawn
-
-
-def functions(seed: int, count: int) -> int:
-    chance, drawn = random.Random(seed), 0
-    rows = [row for make in moe_arguments.TABLES.values() for row in make()]
-    for row in rows:
-        # They start or meet processes; the last one stores at addresses, which are the caller's.
-        if row.call.__name__ in ("launched", "from_torch", "pushed"):
-            continue
-        for _ in range(count if row.good else 0):
-            names = chance.sample(sorted(row.good), min(len(row.good), chance.randrange(1, 4)))
-            changed = {name: any_value(chance, row.good[name]) for name in names}
-            attempt(row.call, row.good, changed)
-            drawn += 1
-    return drawn
-
-
 # The short form draws the same arguments in every run, the long one others.
 LENGTHS = [pytest.param(8, id="short"), pytest.param(80, id="long", marks=pytest.mark.slow)]
 
@@ -360,13 +310,3 @@ def test_calls_with_any_arguments_leave_the_group_right(ranks, name, draws):
 @pytest.mark.parametrize("name", [*OBJECTS, "grouped_gemm"])
 def test_shared_memory_is_refused_or_harmless(ranks, name, draws):
     ranks(2, "threads")(aliases_of, name, seed_of(draws), draws)
-
-
-@pytest.mark.parametrize("draws", LENGTHS)
-def test_constructors_with_any_arguments_leave_the_group_right(ranks, draws):
-    ranks(2, "threads")(constructed, seed_of(draws), draws)
-
-
-@pytest.mark.parametrize("draws", LENGTHS)
-def test_functions_take_any_arguments(draws):
-    functions(seed_of(draws), 2 * draws)
