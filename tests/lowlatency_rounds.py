@@ -11,7 +11,6 @@ import weft
 from tests.rounds import Round, bits, drop_dead_ids, synchronize
 from weft.gemm.reference import push_rows
 from weft.lowlatency import reference as low
-from weft.lowlatency.config import LowLatencyConfig, LowLatencyShape, LowLatencySpec
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.reference import dequantize
@@ -44,13 +43,6 @@ class Mode:
     def make(self, group: weft.Group, case: Round, max_tokens: int) -> LowLatencyAllToAll:
         options: dict[str, Any] = self.options | self.more
         return LowLatencyAllToAll(group, **case.sizes(max_tokens), dtype=case.dtype, **options)
-
-    def shape(self, case: Round, max_tokens: int, **more: Any) -> LowLatencyShape:
-        """Return the Shape of the kernels; `more` are options that change it."""
-        options = {**self.options, **more, "dtype": case.dtype}
-        recipe = options.pop("_recipe")
-        spec = LowLatencySpec(ranks=len(case.tokens), **case.sizes(max_tokens), **options)
-        return LowLatencyConfig.from_spec(spec, recipe=recipe).shape
 
 
 def dequantized_rows(

@@ -31,8 +31,8 @@ from tests.baseline import resource_counts
 from tests.moe.test_moe_recovery import CASE as LAYER
 from tests.moe.test_moe_recovery import THRICE, WAYS
 from tests.moe.test_relocation import hold, open_layer
+from tests.operators import SUBJECTS, Subject
 from tests.recovery import plan_death
-from tests.subjects import SUBJECTS, Subject
 from weft.errors import BadExpertId, CreationFailed, ExpertsLost, GroupError, RendezvousFailed
 from weft.group import control, wire
 from weft.launcher import processes
@@ -143,7 +143,7 @@ class Rank:
         points: dict[str, Any] = {**more, "_defines": ("WEFT_FAULTS=1",)}
         names = {"alltoall": "pull", "lowlatency": "low latency", "reduce": "all-reduce"}
         for kind, name in names.items():
-            self.subjects[kind] = stack.enter_context(SUBJECTS[name].open(group, **points))
+            self.subjects[kind] = stack.enter_context(SUBJECTS[name](group, **points))
             self.operators[kind] = self.subjects[kind].made
         layer = open_layer(group, LAYER, THRICE, **WAYS[self.plan.way], **more)
         self.operators["layer"] = stack.enter_context(layer)

@@ -4,7 +4,6 @@
 import ctypes
 import threading
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from tests import sums
 from tests.baseline import die
 from tests.emulator.emulate import build_library, emulated_tree
 from tests.lowlatency_rounds import Mode
+from tests.operators import Subject, by_expert, by_rank, by_sum
 from tests.ranks import on_ranks
 from tests.rounds import Round, drop_refusals
-from tests.subjects import ByExpert, ByRank, Subject, Sums
 from weft.errors import BadExpertId, PeerDied
 
 RANKS, VICTIM = 72, 70  # in the last word of a set, and above the bits of the host's first word
@@ -26,26 +25,24 @@ WIDE = ("WEFT_WIDE=1",)
 PATIENT: dict[str, Any] = {"timeout": 300.0, "first_timeout": 300.0}
 
 
-def kinds_of(ranks: int) -> dict[str, Any]:
-    """Return operators whose experts do not divide by the ranks."""
-    tokens = tuple((5 * rank + 3) % 9 for rank in range(ranks))
-    case = Round(tokens=tokens, top_k=6, experts=ranks + 11, hidden=256, add=True)
+def open_subject(group: weft.Group, name: str, **more: Any) -> Subject:
+    """Open an operator whose experts do not divide by the ranks."""
+    tokens = tuple((5 * rank + 3) % 9 for rank in range(group.size))
+    case = Round(tokens=tokens, top_k=6, experts=group.size + 11, hidden=256, add=True)
     modes = {
         "low latency": Mode(),
         "sender": Mode(reduce="sender", combine_dtype="fp8"),
         "gemm_push": Mode(combine="gemm_push"),
     }
-    ways = {way: ByRank(way, case) for way in ("pull", "push", "fp8")}
-    return {
-        **ways,
-        **{name: ByExpert(mode, case) for name, mode in modes.items()},
-        "sum": Sums(ranks=ranks),
-    }
+    if name == "sum":
+        return by_sum(group, **more)
+    if name in modes:
+        return by_expert(group, modes[name], case, **more)
+    return by_rank(group, name, case, **more)
 
 
 def opened(group: weft.Group, stack: ExitStack, *names: str) -> list[Subject]:
-    kinds = kinds_of(group.size)
-    return [stack.enter_context(kinds[name].open(group)) for name in names]
+    return [stack.enter_context(open_subject(group, name)) for name in names]
 
 
 @on_ranks(33, "threads")
@@ -87,18 +84,17 @@ def test_72_ranks_and_a_death_among_them(group: weft.Group) -> None:
 
 
 def run_emulated(
-    group: weft.Group, name: str, library: str, everyone: threading.Barrier, few: threading.Barrier
+    group: weft.Group, name: str, everyone: threading.Barrier, few: threading.Barrier
 ) -> None:
-    kind = kinds_of(RANKS)[name]
-    with kind.open(group, **PATIENT) as subject:
+    with open_subject(group, name, **PATIENT) as subject:
         everyone.wait()
         if group.rank in LIVING:
             group._roster.remove(set(range(RANKS)) - set(LIVING))  # threads cannot recover
             subject.made.quiesce()
             few.wait()
             subject.made.restart(group.living_mask)
+            subject.emulate(defines=WIDE)
             few.wait()
-            kind.emulate(subject, Path(library))
             subject.rounds(2, LIVING, checks=False)
         drop_refusals(subject.made)
         everyone.wait()
@@ -108,9 +104,8 @@ def run_emulated(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["push", "fp8", "low latency", "sender", "gemm_push", "sum"])
 def test_three_emulated_ranks_in_three_words(name: str) -> None:
-    library = str(kinds_of(RANKS)[name].compile(defines=WIDE))
     barriers = threading.Barrier(RANKS), threading.Barrier(len(LIVING))
-    weft.launch(run_emulated, name, library, *barriers, ranks=RANKS, device="threads")
+    weft.launch(run_emulated, name, *barriers, ranks=RANKS, device="threads")
 
 
 RECEIVED = """

@@ -6,10 +6,10 @@ import torch
 
 import weft
 from tests.compat.calls import refused
+from tests.operators import capture_body
 from tests.ranks import on_ranks
 from tests.rounds import Round, bits, combine_options, play, synchronize
 from tests.sending import make, results
-from tests.steps import capture_body
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
 from weft.grouping.operator import ExpertGroups
 

@@ -16,10 +16,10 @@ import weft
 from tests.compat.calls import Mapping, buffered, identity, layer_of, returned, settle
 from tests.compat.test_allreduce_fusion import TOKENS, WIDE, compare, expected, make, outputs, specs
 from tests.compat.test_normal_mode import EXPERTS, Batch, summed, with_topk
+from tests.operators import capture_body
 from tests.public import MODES
 from tests.ranks import on_ranks
 from tests.rounds import Round
-from tests.steps import capture_body
 from tests.sums import Sum
 from tests.test_defaults import differ
 from weft import reference

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import weft
+from tests.operators import STEPPED, Step, capture_body
 from tests.ranks import ANY
-from tests.steps import STEPPED, Step, capture_body
 
 SIZES: dict[str, tuple[int, ...]] = {
     "alltoall": (1, 8, 33, 128),

@@ -17,9 +17,9 @@ import torch
 
 import weft
 from tests.group.test_replacement import start
+from tests.operators import STEPPED, Step, capture_body
 from tests.ranks import on_ranks
 from tests.recovery import PATIENCE, Survivors
-from tests.steps import STEPPED, Step, capture_body
 from weft.errors import BadExpertId, GroupError
 
 RANKS, ORDER = 4, (2, 0)  # the ranks die in this order

@@ -10,9 +10,9 @@ import weft
 from tests.compat.calls import refused
 from tests.groups import VARIANTS, check_round, empty_round, fill, host, make, random_ids
 from tests.headers import Header
+from tests.operators import capture_body
 from tests.ranks import on_ranks
 from tests.rounds import Round, bits, synchronize
-from tests.steps import capture_body
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.operator import ExpertGroups, Grouped
 

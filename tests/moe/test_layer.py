@@ -12,9 +12,9 @@ import torch
 
 import weft
 from tests.moe.layers import CONFIGS, EXPERTS, WIDER, Case, ordinary_bytes, tolerance_of
+from tests.operators import capture_body
 from tests.ranks import on_ranks
 from tests.rounds import bits
-from tests.steps import capture_body
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
 from weft.moe import MODES, OVERLAPS
 from weft.moe.experts.grouped_experts import GroupedExperts

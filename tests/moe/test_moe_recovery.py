@@ -11,10 +11,10 @@ import weft
 from tests.baseline import die
 from tests.moe.layers import CONFIGS, EXPERTS, Case
 from tests.moe.test_relocation import hold, open_layer
+from tests.operators import capture_body
 from tests.ranks import on_ranks
 from tests.recovery import PATIENCE, Survivors, run_until_broken
 from tests.rounds import drop_dead_ids, synchronize
-from tests.steps import capture_body
 from weft.errors import BadExpertId, CreationFailed, ExpertsLost, InvalidArgument, RendezvousFailed
 from weft.moe import MoE, Replicas, balance, route
 from weft.moe.replicas import relocation

@@ -11,9 +11,9 @@ import torch
 
 import weft
 from tests.moe.layers import CONFIGS, EXPERTS, Case
+from tests.operators import capture_body
 from tests.ranks import on_ranks
 from tests.rounds import bits, synchronize
-from tests.steps import capture_body
 from weft.errors import (
     Aborted,
     CreationFailed,

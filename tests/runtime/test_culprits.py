@@ -21,10 +21,9 @@ from tests import faults
 from tests.baseline import die, raises_soon
 from tests.faults import ANY_PEER, DIE, plan_fault
 from tests.launcher.test_launch import wait_until
-from tests.operators import FOR_EACH_PEER, HIDDEN, KINDS, POINTS, TOP_K, Kind
+from tests.operators import FOR_EACH_PEER, HIDDEN, KINDS, POINTS, SUBJECTS, TOP_K, Kind
 from tests.patience import hurry
 from tests.ranks import on_ranks
-from tests.subjects import SUBJECTS
 from weft import errors, logs
 from weft.errors import Aborted, PeerDied, PeerLeft, PeerTimeout, RankFailed
 from weft.heap.header import EPOCH_MASK, RING_RECORDS, ErrorRecord
@@ -207,7 +206,7 @@ def is_seen(rank: int, phase: str, text: str) -> bool:
 @pytest.mark.parametrize("name", ["pull", "push", "fp8", "low latency", "low latency, sender"])
 @on_ranks(4, "cpu", "cuda")
 def test_delays_at_every_point_change_no_byte(group: weft.Group, name: str) -> None:
-    with SUBJECTS[name].open(group, _defines=faults.FAULTS) as subject:
+    with SUBJECTS[name](group, _defines=faults.FAULTS) as subject:
         for point in range(faults.DISPATCH_ENTER, faults.BEFORE_READ + 1):
             if group.rank == point % group.size:
                 plan_fault(subject.made, point, faults.JITTER, argument=400_000)

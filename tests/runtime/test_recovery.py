@@ -6,7 +6,6 @@ After each recovery the memory of the dead can be neither read nor written.
 
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ import torch
 import weft
 from tests import faults
 from tests.baseline import die
-from tests.operators import KINDS, Operator
+from tests.operators import EMULATED, KINDS, SUBJECTS, Operator
 from tests.ranks import on_ranks
 from tests.recovery import Survivors, plan_death, run_until_broken
-from tests.subjects import EMULATED, SUBJECTS
 from tests.sums import Sum, play
 from weft.errors import Aborted, BadExpertId, PeerDied
 
@@ -42,12 +40,12 @@ DEATHS += [(name, "send") for name in SUBJECTS if name.startswith("sends")]
 DEATHS += [("all-reduce", "sum"), pytest.param("all-reduce", "sum's waits", marks=pytest.mark.slow)]
 
 
-def lose_one_by_one(group, name, points, library=None):
-    """Kill a rank at each point, or before a round for None; recover, and continue."""
-    kind, survivors = SUBJECTS[name], Survivors(group)
-    with kind.open(group, **({} if library else {"_defines": faults.FAULTS})) as subject:
-        if library is not None:
-            kind.emulate(subject, Path(library))
+def lose_one_by_one(group, name, points):
+    """Kill a rank at each point, or for None before a round of emulated kernels; continue."""
+    survivors, emulated = Survivors(group), None in points
+    with SUBJECTS[name](group, **({} if emulated else {"_defines": faults.FAULTS})) as subject:
+        if emulated:
+            subject.emulate()
         made, sums = subject.made, isinstance(subject.made, weft.AllReduce)
         subject.rounds(4, survivors.ranks)
         for dies, point in zip(ORDER, points, strict=False):
@@ -77,16 +75,11 @@ def test_survivors_continue_after_a_death_in_any_phase(group, name, phase):
     lose_one_by_one(group, name, PHASES[phase])
 
 
-@pytest.fixture
-def library(name: str) -> str:
-    return str(SUBJECTS[name].compile())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EMULATED)
 @on_ranks(4, "cpu", dies=ORDER[:2])
-def test_kernels_continue_without_reading_the_dead(group, name, library):
-    lose_one_by_one(group, name, (None, None), library)
+def test_kernels_continue_without_reading_the_dead(group, name):
+    lose_one_by_one(group, name, (None, None))
 
 
 @on_ranks(3, "cpu", dies=[2])

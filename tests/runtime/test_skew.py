@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import weft
+from tests.operators import capture_body
 from tests.rounds import Round, bits, expert_answers, synchronize
-from tests.steps import capture_body
 
 MODES: dict[str, dict[str, Any]] = {
     "pull": {},
