@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # One measurement inside SGLang in one command, of less than ten minutes each:
 #
-#     run.sh decode|deepseek|glm|arithmetic|elastic|load|profile|tune [OPTIONS...]     --help lists the options
+#     run.sh decode|deepseek|glm|arithmetic|blocks|elastic|load|profile|tune [OPTIONS...]     --help lists the options
 #
 # It needs a folder that pack/pack_sglang.sh made; ../engines/run.sh says where, and where the results go.
 set -euo pipefail
@@ -10,7 +10,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 declare -A scripts=(
     [decode]=serving.py [deepseek]=serving.py [glm]=tensor_parallel.py
-    [arithmetic]=arithmetic.py [elastic]=elastic.py [load]=load.py [profile]=decode_trace.py [tune]=tune_triton.py
+    [arithmetic]=arithmetic.py [blocks]=blocks.py [elastic]=elastic.py [load]=load.py [profile]=decode_trace.py [tune]=tune_triton.py
 )
 engine=sglang pack=sgl
 source "$here/../engines/run.sh"

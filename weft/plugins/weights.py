@@ -30,8 +30,8 @@ class Layer:
         module: Module with w13_weight `[num_local_experts, 2 * intermediate, hidden]`, the gate
             first, and w2_weight `[num_local_experts, hidden, intermediate]`. FP8 weights also have
             _scale_inv, one float32 per block of 128 x 128. MXFP4 weights are uint8, two values per
-            byte, with _scale, one uint8 per 32 columns; the engine may have rounded the
-            intermediate size up.
+            byte, with _scale or _scale_inv, one uint8 per 32 columns; the engine may have rounded
+            the intermediate size up.
         name: Name of the layer in error messages.
         num_experts: Physical experts of all ranks (EPLB).
         num_local_experts: Physical experts of this rank.
@@ -67,6 +67,12 @@ class Layer:
         """Whether the weights are MXFP4."""
         return bool(self.module.w13_weight.dtype == MXFP4)
 
+    @property
+    def scale_suffix(self) -> str:
+        """Suffix of the parameters with the weights' scales, after w13_ and w2_."""
+        is_inv = not self.is_mxfp4 or hasattr(self.module, "w13_weight_scale_inv")
+        return "weight_scale_inv" if is_inv else "weight_scale"
+
     def build_config(self, *, shared: int = 0) -> MoEConfig:
         """Build the layer's config; `shared` is the shared expert's intermediate size, or 0."""
         block = FP8_BLOCK if self.is_mxfp4 else 1
@@ -99,11 +105,11 @@ class Layer:
         and raises if the engine loads weights into them. `packed=False` converts MXFP4 to FP8 even
         if a kernel for packed weights exists.
         """
-        module, mxfp4 = self.module, self.is_mxfp4
+        module, mxfp4, scale_suffix = self.module, self.is_mxfp4, self.scale_suffix
         tensors: dict[str, torch.Tensor | None] = {}
         for name, field in (("w13", "gate_up"), ("w2", "down")):
             tensors[field] = getattr(module, f"{name}_weight").data
-            scale = getattr(module, f"{name}_weight_scale" + ("" if mxfp4 else "_inv"), None)
+            scale = getattr(module, f"{name}_{scale_suffix}", None)
             tensors[f"{field}_scale"] = None if scale is None else scale.data
             tensors[f"{field}_bias"] = None
             if self.bias:
@@ -122,7 +128,7 @@ class Layer:
             for name, field in (("w13", "gate_up"), ("w2", "down")):
                 self._replace(f"{name}_weight", getattr(weights, field))
                 if mxfp4:
-                    self._replace(f"{name}_weight_scale", getattr(weights, f"{field}_scale"))
+                    self._replace(f"{name}_{scale_suffix}", getattr(weights, f"{field}_scale"))
                 if self.bias:
                     self._replace(f"{name}_{self.bias}", getattr(weights, f"{field}_bias"))
         return weights
@@ -225,7 +231,7 @@ def _check_mxfp4(layer: Layer) -> Iterator[str]:
             f"{layer.intermediate} and hidden {hidden}; weft supports multiples of {BLOCK}"
         )
     for name, rows, columns in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
-        for suffix, values_per_byte in (("weight", 2), ("weight_scale", BLOCK)):
+        for suffix, values_per_byte in (("weight", 2), (layer.scale_suffix, BLOCK)):
             tensor = getattr(layer.module, f"{name}_{suffix}")
             yield from _check_tensor(
                 f"{name}_{suffix}",

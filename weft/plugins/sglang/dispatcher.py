@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 
 
 class BlockDispatcher(BaseDispatcher):  # type: ignore[misc]  # SGLang is not type-checked
-    """Dispatcher of a layer whose whole block weft runs. SGLang must not call it."""
+    """Dispatcher of a layer whose experts weft runs. SGLang must not call it.
+
+    Attributes:
+        runs_experts: Whether SGLang's block calls the experts. Otherwise weft runs the whole block.
+    """
 
     def __init__(self, layer_id: int) -> None:
         super().__init__()
-        self.layer_id = layer_id
+        self.layer_id, self.runs_experts = layer_id, False
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
         """Raise OutOfOrder: SGLang called the experts outside the block that weft runs."""

@@ -32,13 +32,15 @@ from weft.plugins.sglang.hooks import (
     resolve_flags,
 )
 from weft.plugins.sglang.models import (
+    EXPERT_CALLERS,
     FORWARDS,
+    calls_experts,
     find_weft_layers,
     get_gate,
     get_shared_expert,
     get_shared_mlp,
 )
-from weft.plugins.sglang.weights import build_layer, check_experts
+from weft.plugins.sglang.weights import build_layer, check_experts, unify_mxfp4
 
 _blocks: Blocks | None = None
 
@@ -61,15 +63,19 @@ def after_load_model(result: Any, runner: Any) -> None:
     check_server(server_args)
     settings = Settings.read("SGLANG")
     for layer, block in layers:
+        if settings.form == "block":
+            unify_mxfp4(layer)
         check_experts(layer, form=settings.form)
-        for owner, name, label in (
-            (block, "is_hash", "token ids"),
-            (get_gate(block), "e_score_correction_bias_vl", "image tokens"),
-        ):
-            if getattr(owner, name, None) not in (None, False):
-                raise InvalidArgument(
-                    f"layer {layer.layer_id} routes by {label}; weft supports only logits"
-                )
+        if calls_experts(block) and settings.form != "block":
+            raise InvalidArgument(
+                f"{type(block).__name__} of layer {layer.layer_id} needs form 'block': unset "
+                "WEFT_SGLANG_FORM"
+            )
+        if getattr(get_gate(block), "e_score_correction_bias_vl", None) is not None:
+            raise InvalidArgument(
+                f"layer {layer.layer_id} routes image tokens by a bias of their own, which weft "
+                "does not support"
+            )
     with torch.inference_mode(False):  # inference tensors are read-only elsewhere
         if _blocks is None:
             group = Group.from_torch(
@@ -94,6 +100,10 @@ def after_load_model(result: Any, runner: Any) -> None:
         for layer, block in layers:
             if settings.form == "dispatcher":
                 layer.dispatcher.all_to_all = _blocks.get_exchange(build_layer(layer))
+                continue
+            if calls_experts(block):
+                layer.dispatcher.runs_experts = True
+                _blocks.add_block(build_layer(layer))
                 continue
             mlp = get_shared_mlp(block)
             size = 0 if mlp is None else mlp.gate_up_proj.output_size // 2
@@ -123,26 +133,51 @@ def run_moe_block(
     hidden_states: torch.Tensor,
     forward_batch: Any = None,
     *args: Any,
+    input_ids_global: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Run a MoE block with SGLang's routing; wraps the block's forward."""
+    """Run a MoE block with SGLang's routing; wraps the block's forward.
+
+    `input_ids_global` are the token ids of this rank's rows: with an all-to-all backend SGLang
+    gathers no rows.
+    """
     from weft.plugins.sglang.dispatcher import BlockDispatcher, ExchangeDispatcher
 
     dispatcher = block.experts.dispatcher
     if not isinstance(dispatcher, BlockDispatcher | ExchangeDispatcher):
+        if input_ids_global is not None:
+            kwargs["input_ids_global"] = input_ids_global
         return original(block, hidden_states, forward_batch, *args, **kwargs)
     if _blocks is None:
         raise OutOfOrder(
             f"layer {block.layer_id} runs before weft's hook after ModelRunner.load_model"
         )
     x = hidden_states.view(-1, hidden_states.shape[-1])
-    topk, max_tokens = _run_router(block, x, forward_batch), get_max_tokens_over_ranks()
+    topk = _run_router(block, x, forward_batch, input_ids_global)
+    max_tokens = get_max_tokens_over_ranks()
     with _blocks.log_group_errors():
         if isinstance(dispatcher, BlockDispatcher):
             out = _blocks.run(block.experts, x, topk.topk_ids, topk.topk_weights, max_tokens)
         else:
             out = _run_experts(block, dispatcher, x, topk, max_tokens)
     return out.view(hidden_states.shape)
+
+
+def run_experts(
+    original: Callable[..., Any],
+    experts: Any,
+    hidden_states: torch.Tensor,
+    topk_output: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run experts that a block of `EXPERT_CALLERS` calls; wraps FusedMoE.forward_impl."""
+    if not getattr(experts.dispatcher, "runs_experts", False) or _blocks is None:
+        return original(experts, hidden_states, topk_output, *args, **kwargs)
+    ids, weights = topk_output.topk_ids, topk_output.topk_weights
+    max_tokens = get_max_tokens_over_ranks()
+    with _blocks.log_group_errors():
+        return _blocks.run(experts, hidden_states, ids, weights, max_tokens)
 
 
 def run_forward(
@@ -164,19 +199,25 @@ def run_forward(
     return result
 
 
-def _run_router(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
+def _run_router(
+    block: Any, x: torch.Tensor, forward_batch: Any, input_ids: torch.Tensor | None
+) -> Any:
     """Run SGLang's router: physical ids, with -1 in the padding rows of a graph's batch."""
     if x.shape[0] == 0:  # SGLang's kernels cannot be launched on empty tensors
         return block.topk.empty_topk_output(x.device, layer_id=block.layer_id)
     block_type = type(block).__name__
     if block_type == "DeepseekV2MoE":
         logits = block.gate(x, forward_batch=forward_batch)
+    elif block_type == "MiniMaxM3MoE":
+        logits = block._compute_router_logits(x)
     else:  # MiniMax-M2's gate is float32
         logits = get_gate(block)(x.float() if block_type == "MiniMaxM2MoE" else x)
     if isinstance(logits, tuple):  # a linear layer also returns its bias
         logits = logits[0]
+    # DeepSeek-V4's first layers choose experts by token id.
+    by_token = {"input_ids": input_ids} if getattr(block, "is_hash", False) else {}
     if hasattr(block.topk, "routing_inputs"):  # 0.5.23 handles replicas and padding itself
-        return block.topk(x, logits)
+        return block.topk(x, logits, **by_token)
     from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
 
     replicas = None
@@ -185,6 +226,7 @@ def _run_router(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
     return block.topk(
         x,
         logits,
+        **by_token,
         num_token_non_padded=_num_valid_tokens(forward_batch),
         expert_location_dispatch_info=replicas,
     )
@@ -234,6 +276,11 @@ HOOKS = (
     *flags.HOOKS,
     *models.HOOKS,
     *(Hook(name, parameters, function=run_moe_block) for name, parameters in FORWARDS.items()),
+    Hook(
+        SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl",
+        "self, hidden_states, topk_output, pre_quant_input=",
+        function=run_experts,
+    ),
     Hook(RUNNER + "load_model", "self", function=after_load_model, kind="AFTER"),
     Hook(RUNNER + "forward", FORWARD, function=run_forward),
     *elastic.HOOKS,
@@ -266,6 +313,19 @@ EXPECTED_API = (
         },
     ),
     ExpectedAPI(_TOPK + "TopK.routing_inputs", {"0.5.23": "self"}),
+    ExpectedAPI(
+        SRT + "layers.moe.hash_topk.HashTopK.forward",
+        {
+            "0.5.23": "self, hidden_states, router_logits, input_ids, num_token_non_padded=, "
+            "expert_location_dispatch_info="
+        },
+    ),
+    ExpectedAPI(
+        SRT + "layers.quantization.fp8.Fp8MoEMethod.__init__",
+        {"0.5.23": None},
+        attributes="is_fp4_expert",
+    ),
+    *(ExpectedAPI(*item) for item in EXPERT_CALLERS.items()),
     ExpectedAPI(
         SRT + "layers.moe.moe_runner.base.MoeRunnerConfig",
         attributes="activation is_gated apply_router_weight_on_input routed_scaling_factor "

@@ -14,12 +14,12 @@ from weft.errors import InvalidArgument
 from weft.plugins.engine_api import ExpectedAPI, Parameters
 from weft.plugins.settings import Settings
 from weft.plugins.sglang.flags import is_weft_backend
-from weft.plugins.sglang.hooks import SRT, Hook
+from weft.plugins.sglang.hooks import SGLANG, SRT, Hook
 
 _BLOCK = "self, hidden_states, forward_batch="
 _MORE = ", gemm_output_zero_allocator=, input_ids=, input_ids_global=, skip_shared_experts="
-# Forward methods of the supported MoE blocks: Qwen3-MoE, Qwen3-Next and -3.5, GLM-4.5, DeepSeek-V3,
-# MiniMax-M2, GPT-OSS.
+# Forward methods of the supported MoE blocks: Qwen3-MoE, Qwen3-Next and -3.5, GLM-4.5, DeepSeek-V3
+# and -V4, MiniMax-M2 and -M3, GPT-OSS.
 FORWARDS: dict[str, Parameters] = {
     SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.forward": _BLOCK,
     SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.forward": _BLOCK,
@@ -28,11 +28,18 @@ FORWARDS: dict[str, Parameters] = {
         "0.5.23": _BLOCK + ", defer_finalize=",
     },
     SRT + "models.minimax_m2.MiniMaxM2MoE.forward": _BLOCK,
+    SRT + "models.minimax_m3.MiniMaxM3MoE.forward": {"0.5.23": _BLOCK.removesuffix("=")},
     SRT + "models.gpt_oss.GptOssSparseMoeBlock.forward": _BLOCK,
     SRT + "models.deepseek_v2.DeepseekV2MoE.forward": {
         "0.5.17": _BLOCK + _MORE,
         "0.5.23": _BLOCK + _MORE + ", return_moe_output=, leave_output_sum=",
     },
+}
+
+# Blocks whose forward stays SGLang's: weft runs the experts that they call. Kimi-K3's blocks
+# project tokens to fewer columns and back, and add the shared expert.
+EXPERT_CALLERS: dict[str, Parameters] = {
+    SRT + "models.kimi_k3.KimiK3MoE.forward": {"0.5.23": "self, hidden_states, *, prefix_sum="}
 }
 
 
@@ -72,6 +79,11 @@ def keep_mxfp4_layout(original: Callable[..., Any], method: Any, layer: Any) -> 
     return original(method, layer)
 
 
+def moves_rows_to_experts(original: Callable[..., Any]) -> bool:
+    """Return True for weft; wraps Kimi-K3's list of backends that need no gathered rows."""
+    return is_weft_backend() or bool(original())
+
+
 def find_weft_layers(model: Any) -> list[tuple[Any, Any]]:
     """Return weft's layers of experts, each with the block that calls it.
 
@@ -79,7 +91,12 @@ def find_weft_layers(model: Any) -> list[tuple[Any, Any]]:
     """
     from weft.plugins.sglang.dispatcher import BlockDispatcher, ExchangeDispatcher
 
-    forwards = [pkgutil.resolve_name(name) for name in FORWARDS]
+    supported = {
+        entry.target: pkgutil.resolve_name(entry.target)
+        for entry in SGLANG.select_entries(
+            ExpectedAPI(*item) for item in (FORWARDS | EXPERT_CALLERS).items()
+        )
+    }
     layers = []
     for block in model.modules():
         for layer in block.children():
@@ -87,14 +104,19 @@ def find_weft_layers(model: Any) -> list[tuple[Any, Any]]:
                 getattr(layer, "dispatcher", None), BlockDispatcher | ExchangeDispatcher
             ):
                 continue
-            if type(block).forward not in forwards:
-                supported = ", ".join(name.rsplit(".", 2)[1] for name in FORWARDS)
+            if type(block).forward not in supported.values():
+                names = ", ".join(name.rsplit(".", 2)[1] for name in supported)
                 raise InvalidArgument(
                     f"{type(block).__name__} of {type(model).__name__} is not among the MoE blocks "
-                    f"that weft supports: {supported}; pass another --moe-a2a-backend"
+                    f"that weft supports: {names}; pass another --moe-a2a-backend"
                 )
             layers.append((layer, block))
     return layers
+
+
+def calls_experts(block: Any) -> bool:
+    """Whether a block's own forward runs, and calls the experts that weft runs."""
+    return any(name.split(".")[-2] == type(block).__name__ for name in EXPERT_CALLERS)
 
 
 def get_gate(block: Any) -> Any:
@@ -126,6 +148,15 @@ HOOKS = (
         SRT + "models.qwen2_moe.Qwen2MoeMLP.__init__", _PLAIN_MLP, function=replicate_shared_expert
     ),
     Hook(
+        SRT + "models.minimax_m3.MiniMaxM3MLP.__init__",
+        {
+            "0.5.23": "self, config, quant_config=, prefix=, reduce_results=, intermediate_size=, "
+            "*, parallel_group="
+        },
+        function=replicate_shared_expert,
+    ),
+    Hook(SRT + "models.kimi_k3._uses_ep_a2a", {"0.5.23": ""}, function=moves_rows_to_experts),
+    Hook(
         SRT + "layers.quantization.mxfp4.Mxfp4MoEMethod.process_weights_after_loading",
         "self, layer",
         function=keep_mxfp4_layout,
@@ -149,10 +180,6 @@ EXPECTED_API = (
     ExpectedAPI(_DISPATCHER + "standard.StandardDispatchOutput"),
     ExpectedAPI(_DISPATCHER + "standard.StandardCombineInput"),
     ExpectedAPI(
-        SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl",
-        "self, hidden_states, topk_output, pre_quant_input=",
-    ),
-    ExpectedAPI(
         SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.__init__",
         attributes="layer_id num_experts num_local_experts top_k hidden_size params_dtype "
         "with_bias intermediate_size_per_partition moe_ep_size moe_ep_rank moe_tp_size dispatcher "
@@ -169,6 +196,20 @@ EXPECTED_API = (
         "self, hidden_states, apply_gate=",
     ),
     ExpectedAPI(SRT + "models.minimax_m2.MiniMaxM2MoE.__init__", attributes=_PARTS),
+    ExpectedAPI(
+        SRT + "models.minimax_m3.MiniMaxM3MoE.__init__",
+        {"0.5.23": None},
+        attributes=_PARTS + _SHARED,
+    ),
+    ExpectedAPI(
+        SRT + "models.minimax_m3.MiniMaxM3MoE._compute_router_logits",
+        {"0.5.23": "self, hidden_states"},
+    ),
+    ExpectedAPI(
+        SRT + "models.kimi_k3.KimiK3MoE.__init__",
+        {"0.5.23": None},
+        attributes="experts _ep_a2a _shared_experts_tp1",
+    ),
     ExpectedAPI(
         SRT + "models.gpt_oss.GptOssSparseMoeBlock.__init__",
         attributes="experts router topk layer_id",

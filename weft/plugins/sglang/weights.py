@@ -6,6 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from weft.errors import InvalidArgument
+from weft.gemm.config import MXFP4
 from weft.moe import Gating
 from weft.plugins.weights import Layer, check_weights
 
@@ -35,8 +39,33 @@ def build_layer(fused: Any) -> Layer:
     )
 
 
+def unify_mxfp4(fused: Any) -> None:
+    """Convert a layer's MXFP4 experts to uint8, if SGLang's FP8 method loaded them (DeepSeek-V4).
+
+    It has values as int8 and scales as float32, which are powers of two.
+
+    Raises:
+        InvalidArgument: A scale is not a power of two.
+    """
+    if not getattr(fused.quant_method, "is_fp4_expert", False):
+        return
+    for name in ("w13", "w2"):
+        weight = getattr(fused, f"{name}_weight")
+        weight.data = weight.data.view(MXFP4)
+        scale = getattr(fused, f"{name}_weight_scale_inv")
+        powers = scale.data.to(torch.float8_e8m0fnu)
+        if not torch.equal(powers.float(), scale.data):
+            raise InvalidArgument(
+                f"layer {fused.layer_id}: {name}_weight_scale_inv has values that are not powers "
+                "of two, but MXFP4 has no others: load another checkpoint"
+            )
+        scale.data = powers.view(torch.uint8)
+
+
 def read_gating(config: Any) -> Gating:
     """Return the activation, or SwiGLU if `_check_arithmetic` raises for the activation."""
+    if config.activation == "situ":
+        return Gating(beta=config.gemm1_alpha, linear_beta=config.gemm1_clamp_limit)
     if config.gemm1_alpha is None:
         return Gating(limit=config.swiglu_limit)
     return Gating(config.gemm1_alpha, 1.0, config.gemm1_clamp_limit)
@@ -68,12 +97,16 @@ def _list_unsupported(fused: Any, form: str) -> Iterator[str]:
         )
     if form == "block":
         yield from _check_arithmetic(fused)
+    elif getattr(fused.quant_method, "is_fp4_expert", False):
+        yield "SGLang's Triton runner has no MXFP4 experts: unset WEFT_SGLANG_FORM"
 
 
 def _check_arithmetic(fused: Any) -> Iterator[str]:
     config, method = fused.moe_runner_config, fused.quant_method
     supported = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False}
-    if config.gemm1_alpha is None:
+    if config.activation == "situ" and config.gemm1_alpha and config.gemm1_clamp_limit:
+        supported |= {"activation": "situ", "swiglu_limit": None}
+    elif config.gemm1_alpha is None:
         supported["gemm1_clamp_limit"] = None  # SGLang would apply it after the activation
     else:
         supported["swiglu_limit"] = None
