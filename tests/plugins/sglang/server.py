@@ -29,8 +29,11 @@ BLOCKS = {
     "glm4": "Glm4MoeSparseMoeBlock",
     "qwen_next": "Qwen2MoeSparseMoeBlock",
     "minimax": "MiniMaxM2MoE",
+    "minimax_m3": "MiniMaxM3MoE",
+    "kimi_k3": "KimiK3MoE",
     "gpt_oss": "GptOssSparseMoeBlock",
     "deepseek": "DeepseekV2MoE",
+    "hash": "hash_block",
     "nextn": "draft_block",
 }
 RELEASE = "0.5.23"
@@ -110,7 +113,8 @@ class Server:
 
 def alone(x: torch.Tensor, block: str, **more: Any) -> torch.Tensor:
     """Return what the model computes from x in one process, in plain torch."""
-    kind = getattr(sglang(), "DeepseekV2MoE" if block == "nextn" else BLOCKS[block])
+    name = "deepseek" if block in ("hash", "nextn") else block
+    kind = getattr(sglang(), BLOCKS[name])
 
     def shared(layer: int, x: torch.Tensor) -> torch.Tensor:
         mlp, name, size = kind.mlp

@@ -161,6 +161,18 @@ class TopK(nn.Module):
         return StandardTopKOutput(none, none.int(), none)
 
 
+class HashTopK(TopK):
+    """Takes the tokens' ids, and the experts that the logits choose."""
+
+    def forward(self, x: torch.Tensor, router_logits: torch.Tensor, input_ids: Any = None) -> Any:
+        assert torch.equal(input_ids, token_ids(x)), "ids of other rows"
+        return super().forward(x, router_logits)
+
+
+def token_ids(x: torch.Tensor) -> torch.Tensor:
+    return x[:, 0].view(torch.int32)
+
+
 # Sums and norms.
 
 FUSE_ALLREDUCE_MAX_BATCH_SIZE = 16  # 2048 in SGLang
@@ -406,8 +418,9 @@ class SharedMLP(nn.Module):
         return out
 
 
-Glm4MoeMLP, Qwen2MoeMLP, DeepseekV2MLP = (
-    type(name, (SharedMLP,), {}) for name in ("Glm4MoeMLP", "Qwen2MoeMLP", "DeepseekV2MLP")
+Glm4MoeMLP, Qwen2MoeMLP, DeepseekV2MLP, MiniMaxM3MLP = (
+    type(name, (SharedMLP,), {})
+    for name in ("Glm4MoeMLP", "Qwen2MoeMLP", "DeepseekV2MLP", "MiniMaxM3MLP")
 )
 
 
@@ -465,6 +478,32 @@ class MiniMaxM2MoE(Block):
     gate_kind = "float32"
 
 
+class MiniMaxM3MoE(Block):
+    mlp = MiniMaxM3MLP, "shared_experts", INTERMEDIATE
+
+    def _compute_router_logits(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.gate(x)[0]
+        return logits
+
+
+def _uses_ep_a2a() -> bool:
+    return False
+
+
+class KimiK3MoE(Block):
+    """Runs its own forward, which calls the experts."""
+
+    def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
+        super().__init__(layer_id, dtype)
+        assert _uses_ep_a2a(), "rows of all ranks would be gathered and summed"
+
+    def forward(self, hidden_states: torch.Tensor, *, prefix_sum: Any = None) -> torch.Tensor:
+        x, empty = hidden_states, self.topk.empty_topk_output
+        chosen = self.topk(x, self.gate(x)[0]) if len(x) else empty(x.device)
+        out: torch.Tensor = self.experts(x, chosen)
+        return out
+
+
 class GptOssSparseMoeBlock(Block):
     activation = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 0.5}
 
@@ -472,6 +511,13 @@ class GptOssSparseMoeBlock(Block):
 class DeepseekV2MoE(Block):
     gate_kind, scale = "deepseek", SCALE
     mlp = DeepseekV2MLP, "shared_experts", INTERMEDIATE
+
+
+def hash_block(layer_id: int, dtype: torch.dtype) -> Any:
+    """Return a block of DeepSeek-V4's first layers, which route by token id."""
+    block: Any = DeepseekV2MoE(layer_id, dtype)
+    block.is_hash, block.topk = True, HashTopK(TOP_K)
+    return block
 
 
 def draft_block(layer_id: int, dtype: torch.dtype) -> Any:
@@ -492,7 +538,9 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, forward_batch: Any) -> torch.Tensor:
         for block in self.blocks:
-            x = x + block(x, forward_batch)
+            batch = () if isinstance(block, KimiK3MoE) else (forward_batch,)
+            by_token = {"input_ids_global": token_ids(x)} if hasattr(block, "is_hash") else {}
+            x = x + block(x, *batch, **by_token)
         return x
 
 

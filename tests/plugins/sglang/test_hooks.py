@@ -24,7 +24,7 @@ from weft.plugins.engine_api import Engine
 from weft.plugins.settings import Settings
 from weft.plugins.sglang import allreduce, engine, flags, models, register
 from weft.plugins.sglang.hooks import create_server_terminator
-from weft.plugins.sglang.weights import build_layer, check_experts
+from weft.plugins.sglang.weights import build_layer, check_experts, unify_mxfp4
 
 
 @pytest.fixture(autouse=True)
@@ -270,14 +270,42 @@ def test_mxfp4_is_left_as_loaded_and_packed() -> None:
         layer.w2_weight.weight_loader(layer.w2_weight, own.down)
 
 
+def test_mxfp4_of_sglangs_fp8_method_is_converted() -> None:
+    """DeepSeek-V4: int8 values, and scales in float32."""
+    layer = fused(torch.uint8)
+    expected = dequantize_mxfp4(layer.w2_weight, layer.w2_weight_scale)
+    layer.quant_method.is_fp4_expert = True
+    for name in ("w13", "w2"):
+        weight, scale = (getattr(layer, f"{name}_{each}") for each in ("weight", "weight_scale"))
+        weight.data = weight.data.view(torch.int8)
+        scale.data = scale.data.view(torch.float8_e8m0fnu).float()
+        delattr(layer, f"{name}_weight_scale")
+        setattr(layer, f"{name}_weight_scale_inv", scale)
+    with pytest.raises(InvalidArgument, match="Triton runner has no MXFP4 experts"):
+        check_experts(layer, form="dispatcher")
+    unify_mxfp4(layer)
+    check_experts(layer, form="block")
+    own = build_layer(layer).local_expert_weights()
+    assert own.down_scale is not None
+    assert torch.equal(unpack_mxfp4(own.down, own.down_scale), expected)
+    assert own.down_scale.data_ptr() == layer.w2_weight_scale_inv.data_ptr()
+    layer.w13_weight.data = layer.w13_weight.data.view(torch.int8)
+    layer.w13_weight_scale_inv.data = torch.full((4, 256, 4), 1.5)
+    with pytest.raises(InvalidArgument, match="layer 7: w13_weight_scale_inv has values that are"):
+        unify_mxfp4(layer)
+
+
 def test_supported_activations() -> None:
     oai = {"config__gemm1_alpha": 1.702, "config__gemm1_clamp_limit": 7.0}
     split = oai | {"config__gate_up_interleaved": False}
+    situ = split | {"config__activation": "situ", "config__gemm1_alpha": 4.0}
+    situ["config__gemm1_clamp_limit"] = 25.0
     for more, gating, interleaved in (
         ({}, Gating(), False),
         ({"config__swiglu_limit": 10}, Gating(limit=10), False),
         (oai, CLAMPED_SWIGLU, True),
         (split, CLAMPED_SWIGLU, False),
+        (situ, Gating(beta=4.0, linear_beta=25.0), False),
     ):
         layer = fused(**more)
         check_experts(layer, form="block")
@@ -294,6 +322,7 @@ REFUSED: list[tuple[torch.dtype, dict[str, Any], str]] = [
     (BF16, {"moe_tp_size": 2}, "moe_tp_size is 2; weft supports 1"),
     (BF16, {"num_experts": 9}, "num_experts is 9, num_local_experts 4 on 2 ranks"),
     (BF16, {"config__activation": "gelu"}, "config.activation is 'gelu'; weft supports 'silu'"),
+    (BF16, {"config__activation": "situ"}, "config.activation is 'situ'; weft supports 'silu'"),
     (BF16, {"config__gemm1_clamp_limit": 7.0}, "clamp_limit is 7.0; weft supports None"),
     (BF16, {"config__swiglu_limit": 10, "config__gemm1_alpha": 1.702},
      "swiglu_limit is 10; weft supports None"),

@@ -200,7 +200,7 @@ def run_forward(
 
 
 def _run_router(
-    block: Any, x: torch.Tensor, forward_batch: Any, input_ids: torch.Tensor | None
+    block: Any, x: torch.Tensor, forward_batch: Any, input_ids: torch.Tensor | None = None
 ) -> Any:
     """Run SGLang's router: physical ids, with -1 in the padding rows of a graph's batch."""
     if x.shape[0] == 0:  # SGLang's kernels cannot be launched on empty tensors
