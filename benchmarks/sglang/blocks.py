@@ -9,6 +9,8 @@ if a block's relative error is above 5 %; rounding rows to FP8 takes 3 %.
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from job import free_port
+from job import OUT, describe_machine, free_port
 from torch import nn
 
 import weft
@@ -336,6 +338,10 @@ def main() -> int:
         )
         for name in args.names:
             error = max(result[name] for result in results)
+            line = {"bench": args.what, "block": name, "ranks": ranks, "relative_error": error}
+            line |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+            with open(OUT / "results.jsonl", "a") as file:
+                file.write(json.dumps(line | {"machine": describe_machine([])}) + "\n")
             print(f"{name}, {ranks} ranks: relative error {error:.3f}", flush=True)
             worst = max(worst, error)
     return int(worst > TOLERANCE)
