@@ -28,6 +28,15 @@ from weft.gemm.mxfp4 import dequantize_mxfp4
 from weft.launcher.launch import launch
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, VOCABULARY = 256, 128, 16, 4, 64
+SIGMOID: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "moe_intermediate_size": INTERMEDIATE,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
 COUNTS = (5, 9, 0, 3)  # tokens of each rank
 TOLERANCE = 0.05
 Block = tuple[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]  # and its formula
@@ -212,6 +221,51 @@ def minimax_m3(layer: int) -> Block:
     return block, lambda x, ids: theirs(x[None])[0]
 
 
+def glm4_moe_lite(layer: int) -> Block:
+    """A block of GLM-4.7-Flash in bfloat16."""
+    from sglang.srt.models.glm4_moe_lite import Glm4MoeLiteSparseMoeBlock
+    from transformers import Glm4MoeLiteConfig
+    from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteMoE
+
+    config = Glm4MoeLiteConfig(**SIGMOID, n_shared_experts=1, norm_topk_prob=True)
+    theirs = Glm4MoeLiteMoE(config).float()
+    with bfloat16_by_default():
+        block = Glm4MoeLiteSparseMoeBlock(config, layer, prefix=f"model.layers.{layer}.mlp")
+    copy_block(block, theirs)
+    return block, lambda x, ids: theirs(x[None])[0]
+
+
+def mimo_v2(layer: int) -> Block:
+    """A block of MiMo-V2 in bfloat16, without a shared expert."""
+    from sglang.srt.models.mimo_v2 import MiMoV2MoE
+    from transformers import MiMoV2FlashConfig
+    from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashMoE
+
+    config = MiMoV2FlashConfig(**SIGMOID | {"routed_scaling_factor": 1.0})
+    published = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+    for name, value in published.items():
+        setattr(config, name, value)
+    theirs = MiMoV2FlashMoE(config).float()
+    with bfloat16_by_default():
+        block = MiMoV2MoE(config, layer, prefix=f"model.layers.{layer}.mlp")
+    copy_block(block, theirs)
+    return block, lambda x, ids: theirs(x[None])[0]
+
+
+def copy_block(block: Any, theirs: Any) -> None:
+    """Draw transformers' block and load it, with bfloat16 experts."""
+    draw(theirs)
+    theirs.gate.e_score_correction_bias.normal_(0, 0.1)
+    block.gate.weight.data.copy_(theirs.gate.weight)
+    block.gate.e_score_correction_bias.data.copy_(theirs.gate.e_score_correction_bias)
+    if hasattr(theirs, "shared_experts"):
+        shared = theirs.shared_experts
+        weights = (shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight)
+        copy_mlp(block.shared_experts, *weights)
+    experts = theirs.experts
+    load_experts(block.experts, experts.gate_up_proj.data, experts.down_proj.data, "bfloat16")
+
+
 def kimi_k3(layer: int) -> Block:
     """A block of Kimi-K3 with MXFP4 experts; transformers has none, so SGLang's parts are used."""
     from sglang.srt.layers.activation import SituAndMul
@@ -282,6 +336,8 @@ def bfloat16_by_default() -> Any:
 BLOCKS: dict[str, Callable[[], Block]] = {
     "deepseek_v4, by token id": lambda: deepseek_v4(0),
     "deepseek_v4, by logits": lambda: deepseek_v4(3),
+    "glm4_moe_lite": lambda: glm4_moe_lite(6),
+    "mimo_v2": lambda: mimo_v2(7),
     "minimax_m3": lambda: minimax_m3(4),
     "kimi_k3": lambda: kimi_k3(5),
 }

@@ -27,6 +27,8 @@ from weft.plugins.sglang.hooks import install
 BLOCKS = {
     "qwen3": "Qwen3MoeSparseMoeBlock",
     "glm4": "Glm4MoeSparseMoeBlock",
+    "glm4_lite": "Glm4MoeLiteSparseMoeBlock",
+    "mimo": "MiMoV2MoE",
     "qwen_next": "Qwen2MoeSparseMoeBlock",
     "minimax": "MiniMaxM2MoE",
     "minimax_m3": "MiniMaxM3MoE",

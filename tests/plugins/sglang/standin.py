@@ -418,9 +418,9 @@ class SharedMLP(nn.Module):
         return out
 
 
-Glm4MoeMLP, Qwen2MoeMLP, DeepseekV2MLP, MiniMaxM3MLP = (
-    type(name, (SharedMLP,), {})
-    for name in ("Glm4MoeMLP", "Qwen2MoeMLP", "DeepseekV2MLP", "MiniMaxM3MLP")
+MLPS = "Glm4MoeMLP Glm4MoeLiteMLP Qwen2MoeMLP DeepseekV2MLP MiniMaxM3MLP"
+Glm4MoeMLP, Glm4MoeLiteMLP, Qwen2MoeMLP, DeepseekV2MLP, MiniMaxM3MLP = (
+    type(name, (SharedMLP,), {}) for name in MLPS.split()
 )
 
 
@@ -464,6 +464,15 @@ class Qwen3MoeSparseMoeBlock(Block): ...
 class Glm4MoeSparseMoeBlock(Block):
     gate_kind, scale = "", SCALE
     mlp = Glm4MoeMLP, "shared_experts", 2 * INTERMEDIATE
+
+
+class Glm4MoeLiteSparseMoeBlock(Block):
+    gate_kind, scale = "", SCALE
+    mlp = Glm4MoeLiteMLP, "shared_experts", INTERMEDIATE
+
+
+class MiMoV2MoE(Block):
+    gate_kind = ""
 
 
 class Qwen2MoeSparseMoeBlock(Block):

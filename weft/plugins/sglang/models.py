@@ -18,8 +18,8 @@ from weft.plugins.sglang.hooks import SGLANG, SRT, Hook
 
 _BLOCK = "self, hidden_states, forward_batch="
 _MORE = ", gemm_output_zero_allocator=, input_ids=, input_ids_global=, skip_shared_experts="
-# Forward methods of the supported MoE blocks: Qwen3-MoE, Qwen3-Next and -3.5, GLM-4.5, DeepSeek-V3
-# and -V4, MiniMax-M2 and -M3, GPT-OSS.
+# Forward methods of the supported MoE blocks: Qwen3-MoE, Qwen3-Next and -3.5, GLM-4.5 and
+# -4.7-Flash, DeepSeek-V3 and -V4, MiMo-V2, MiniMax-M2 and -M3, GPT-OSS.
 FORWARDS: dict[str, Parameters] = {
     SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.forward": _BLOCK,
     SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.forward": _BLOCK,
@@ -28,6 +28,8 @@ FORWARDS: dict[str, Parameters] = {
         "0.5.23": _BLOCK + ", defer_finalize=",
     },
     SRT + "models.minimax_m2.MiniMaxM2MoE.forward": _BLOCK,
+    SRT + "models.glm4_moe_lite.Glm4MoeLiteSparseMoeBlock.forward": {"0.5.23": _BLOCK},
+    SRT + "models.mimo_v2.MiMoV2MoE.forward": {"0.5.23": _BLOCK},
     SRT + "models.minimax_m3.MiniMaxM3MoE.forward": {"0.5.23": _BLOCK.removesuffix("=")},
     SRT + "models.gpt_oss.GptOssSparseMoeBlock.forward": _BLOCK,
     SRT + "models.deepseek_v2.DeepseekV2MoE.forward": {
@@ -148,6 +150,11 @@ HOOKS = (
         SRT + "models.qwen2_moe.Qwen2MoeMLP.__init__", _PLAIN_MLP, function=replicate_shared_expert
     ),
     Hook(
+        SRT + "models.glm4_moe_lite.Glm4MoeLiteMLP.__init__",
+        {"0.5.23": _MLP + ", *, parallel_group="},
+        function=replicate_shared_expert,
+    ),
+    Hook(
         SRT + "models.minimax_m3.MiniMaxM3MLP.__init__",
         {
             "0.5.23": "self, config, quant_config=, prefix=, reduce_results=, intermediate_size=, "
@@ -196,6 +203,12 @@ EXPECTED_API = (
         "self, hidden_states, apply_gate=",
     ),
     ExpectedAPI(SRT + "models.minimax_m2.MiniMaxM2MoE.__init__", attributes=_PARTS),
+    ExpectedAPI(
+        SRT + "models.glm4_moe_lite.Glm4MoeLiteSparseMoeBlock.__init__",
+        {"0.5.23": None},
+        attributes=_PARTS + _SHARED,
+    ),
+    ExpectedAPI(SRT + "models.mimo_v2.MiMoV2MoE.__init__", {"0.5.23": None}, attributes=_PARTS),
     ExpectedAPI(
         SRT + "models.minimax_m3.MiniMaxM3MoE.__init__",
         {"0.5.23": None},
