@@ -227,19 +227,27 @@ class Fp8MoEMethod(UnquantizedFusedMoEMethod):
     sums = False
 
 
+def select_mxfp4_moe_backend(moe: Any) -> Any:
+    raise NotImplementedError("No MXFP4 MoE backend supports the deployment configuration.")
+
+
+select_deepseek_v4_mxfp4_moe_backend = select_mxfp4_moe_backend
+
+
 class GptOssMxfp4MoEMethod(UnquantizedFusedMoEMethod):
     """GPT-OSS's weights, for which this machine has no kernel."""
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
-        self.weight_dtype = "gpt_oss_mxfp4"
-        self.mxfp4_backend: Any = None
-        raise NotImplementedError("No MXFP4 MoE backend supports the deployment configuration.")
+        self.mxfp4_backend, self.experts_cls = select_mxfp4_moe_backend(moe)
 
 
-class GptOssMxfp4Config:
-    def __call__(self, moe: Any) -> GptOssMxfp4MoEMethod:
-        return GptOssMxfp4MoEMethod(moe)
+class Mxfp4MoEMethod(UnquantizedFusedMoEMethod):
+    """MXFP4 experts of other models."""
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__(moe)
+        self.mxfp4_backend, self.experts_cls = select_deepseek_v4_mxfp4_moe_backend(moe)
 
 
 class RoutedExperts(PluggableLayer):
@@ -251,7 +259,9 @@ class RoutedExperts(PluggableLayer):
         self.local_num_experts = moe_config.num_local_experts
         self.top_k = moe_config.experts_per_token
         self.activation = moe_config.activation
-        self.swiglu_limit = self.swiglu_alpha = self.swiglu_beta = None
+        self.swiglu_limit = more.get("limit")
+        self.swiglu_alpha = self.swiglu_beta = None
+        self.expert_map_manager = SimpleNamespace(num_fused_shared_experts=more.get("fused", 0))
         self.apply_router_weight_on_input = more.get("on_input", False)
         self.quant_method = self._get_quant_method(layer_name, quant_config, moe_config)
         _, self.intermediate_size_per_partition = self.quant_method.maybe_roundup_sizes(

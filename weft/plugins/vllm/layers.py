@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.modular_kernel import (
     FusedMoEActivationFormat,
     FusedMoEKernelModularImpl,
@@ -25,13 +27,21 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
-from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod, Mxfp4MoEMethod
 
 from weft.errors import InvalidArgument
 from weft.plugins.vllm import engine
 from weft.plugins.vllm.weights import EXCHANGE_FIX, check_arithmetic
 from weft.plugins.weights import build_layer_error
 from weft.shape import FP8_BLOCK
+
+# Methods that load weights which `block` supports.
+BLOCK_METHODS = (
+    UnquantizedFusedMoEMethod,
+    Fp8MoEMethod,
+    GptOssMxfp4MoEMethod,
+    Mxfp4MoEMethod,
+)
 
 
 class WeftRoutedExpertsMixin:
@@ -48,35 +58,38 @@ class WeftRoutedExpertsMixin:
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         form = engine.select_form(moe_config.moe_parallel_config)
-        if form == "block" and type(quant_config) is GptOssMxfp4Config:
-            method = _create_gpt_oss_method(moe_config)
-        else:
+        if form == "exchange":
             method = super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
-            if form == "exchange":
-                return _mix_in(method, ExchangeMethodMixin)
-            if type(method) not in (UnquantizedFusedMoEMethod, Fp8MoEMethod):
-                actual = f"their method is {type(method).__name__}; weft supports "
-                supported = "UnquantizedFusedMoEMethod, Fp8MoEMethod and GptOssMxfp4MoEMethod"
-                raise build_layer_error(prefix, "block", actual + supported, EXCHANGE_FIX)
-            method = _mix_in(method, BlockMethodMixin)
-        check_arithmetic(self)
-        return method
+            return _mix_in(method, ExchangeMethodMixin)
+        with _select_no_mxfp4_kernel():
+            method = super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
+        if type(method) not in BLOCK_METHODS:
+            actual = f"their method is {type(method).__name__}; weft supports "
+            supported = ", ".join(each.__name__ for each in BLOCK_METHODS)
+            raise build_layer_error(prefix, "block", actual + supported, EXCHANGE_FIX)
+        check_arithmetic(self, type(method).__name__)
+        return _mix_in(method, BlockMethodMixin)
 
 
 class WeftRoutedExperts(WeftRoutedExpertsMixin, RoutedExperts):  # type: ignore[misc]  # vLLM is not type-checked
     """vLLM's layer of routed experts with weft's quantization method."""
 
 
-def _create_gpt_oss_method(moe_config: Any) -> Any:
-    """Create GPT-OSS's MXFP4 method, which loads the weights, without one of vLLM's kernels.
+@contextlib.contextmanager
+def _select_no_mxfp4_kernel() -> Iterator[None]:
+    """Make vLLM construct MXFP4 methods without one of its kernels.
 
-    The regular constructor selects a kernel and raises if there is none, as on CPUs without AMX.
+    Their constructors select a kernel and raise if there is none, as on CPUs without AMX.
     """
-    kind = type(GptOssMxfp4MoEMethod.__name__, (BlockMethodMixin, GptOssMxfp4MoEMethod), {})
-    method: Any = object.__new__(kind)
-    FusedMoEMethodBase.__init__(method, moe_config)
-    method.weight_dtype, method.mxfp4_backend = "gpt_oss_mxfp4", Mxfp4MoeBackend.NONE
-    return method
+    module = importlib.import_module(GptOssMxfp4MoEMethod.__module__)
+    selectors = {name: getattr(module, name) for name in engine.MXFP4_SELECTORS}
+    try:
+        for name in selectors:
+            setattr(module, name, lambda *args, **kwargs: (Mxfp4MoeBackend.NONE, None))
+        yield
+    finally:
+        for name, selector in selectors.items():
+            setattr(module, name, selector)
 
 
 def _mix_in(method: Any, kind: type) -> Any:

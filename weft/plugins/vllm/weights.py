@@ -39,18 +39,23 @@ def build_layer(experts: Any) -> Layer:
 
 def read_gating(experts: Any) -> Gating:
     """Return the activation. Raises InvalidArgument if weft does not support it."""
-    name, limit = experts.activation.value, experts.swiglu_limit
-    if experts.moe_config.is_act_and_mul:
-        if name == "swigluoai":  # its limit, alpha and beta are constants in vLLM
-            return CLAMPED_SWIGLU
-        if name == "swigluoai_uninterleave" and None not in (limit, experts.swiglu_alpha):
-            return Gating(experts.swiglu_alpha, experts.swiglu_beta or 0.0, limit)
-        if name == "silu" and experts.swiglu_alpha is None and experts.swiglu_beta is None:
+    config, name = experts.moe_config, experts.activation.value
+    limit, *factors = experts.swiglu_limit, experts.swiglu_alpha, experts.swiglu_beta
+    # SiTU's parameters, which vLLM has since 0.32.
+    betas = [getattr(config, f"activation_situ_{each}", None) for each in ("beta", "linear_beta")]
+    if config.is_act_and_mul:
+        if name == "swigluoai" and limit is None and factors == [None, None]:
+            return CLAMPED_SWIGLU  # its limit, alpha and beta are constants in vLLM
+        if name == "swigluoai_uninterleave" and None not in (limit, factors[0]):
+            return Gating(factors[0], factors[1] or 0.0, limit)
+        if name == "silu" and factors == [None, None]:
             return Gating(limit=limit)
-    numbers = (limit, experts.swiglu_alpha, experts.swiglu_beta)
+        if name == "situ" and [limit, *factors] == [None] * 3 and None not in betas:
+            return Gating(beta=betas[0], linear_beta=betas[1])
     raise InvalidArgument(
-        f"activation is {name!r} with limit, alpha and beta {numbers}; weft supports gated 'silu' "
-        "with or without limit, 'swigluoai', and 'swigluoai_uninterleave' with limit and alpha"
+        f"activation is {name!r} with limit, alpha and beta {(limit, *factors)} and betas of SiTU "
+        f"{(*betas,)}; weft supports gated 'silu' with or without limit, 'swigluoai', "
+        "'swigluoai_uninterleave' with limit and alpha, and 'situ' with both betas"
     )
 
 
@@ -112,14 +117,25 @@ def _check_ranks(parallel: Any) -> Iterator[str]:
         )
 
 
-def check_arithmetic(experts: Any) -> None:
-    """Raise InvalidArgument for an unsupported activation. `check_weights` checks the tensors."""
+def check_arithmetic(experts: Any, method: str) -> None:
+    """Raise InvalidArgument for an unsupported activation. `check_weights` checks the tensors.
+
+    Args:
+        experts: vLLM's layer.
+        method: Class name of its quantization method.
+    """
     unsupported = []
     try:
         read_gating(experts)
     except InvalidArgument as error:
         unsupported.append(str(error))
+    # GPT-OSS's method has constants of this activation, and only its loader interleaves rows.
+    is_oai, is_gpt_oss = experts.activation.value == "swigluoai", method == "GptOssMxfp4MoEMethod"
+    if is_gpt_oss and not is_oai or method == "Mxfp4MoEMethod" and is_oai:
+        unsupported.append(f"{method} has experts with activation {experts.activation.value!r}")
     if experts.apply_router_weight_on_input:
         unsupported.append("apply_router_weight_on_input is True; weft supports False")
+    if fused := experts.expert_map_manager.num_fused_shared_experts:
+        unsupported.append(f"{fused} shared experts are fused into the routed experts")
     if unsupported:
         raise build_layer_error(experts.layer_name, "block", *unsupported, EXCHANGE_FIX)
