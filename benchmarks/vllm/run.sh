@@ -9,13 +9,13 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 declare -A scripts=(
-    [arithmetic]=arithmetic.py [decode]=decode.py [deepseek]=decode.py [load]=load.py [profile]=decode.py
+    [arithmetic]=arithmetic.py [decode]=decode.py [deepseek]=decode.py [load]=load.py [profile]=decode.py [blocks]=blocks.py
 )
 engine=vllm pack=vllm
 source "$here/../engines/run.sh"
 entry_points vllm.general_plugins 'weft_random = random_weights:register'
 
 # What reads grammars, chats and tools is not in the pack.
-export ENGINE_STUBS=mistral_common,anthropic,openai_harmony,llguidance,outlines_core,xgrammar,mcp,lmformatenforcer,soundfile,datasets
+export ENGINE_STUBS=mistral_common,anthropic,openai_harmony,llguidance,outlines_core,xgrammar,mcp,lmformatenforcer,soundfile,datasets,torchvision
 export WEFT_LOG=info VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$home/cache}
 measure "$@"
