@@ -9,6 +9,7 @@ a block's relative error is above 5 %; rounding rows to FP8 takes 3 %.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -23,7 +24,13 @@ from weft.gemm import quantize_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
 from weft.launcher.launch import launch
 
-HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, VOCABULARY = 256, 128, 64, 6, 64  # of which vLLM's CPU top-k has kernels
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, VOCABULARY = (
+    256,
+    128,
+    64,
+    6,
+    64,
+)  # of which vLLM's CPU top-k has kernels
 COUNTS = (5, 9, 1, 3)  # tokens of each rank; vLLM gives a rank without requests one token
 TOLERANCE = 0.05
 Block = tuple[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]  # and its formula
@@ -83,19 +90,22 @@ def copy_mlp(mlp: Any, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor)
     mlp.down_proj.weight.data.copy_(down)
 
 
-def deepseek_v4(vllm: Any, layer: int) -> Block:
-    """A block of DeepSeek-V4 with MXFP4 experts: layer 0 chooses them by token id, 3 by logits."""
+def deepseek_v4(vllm: Any, layer: int, version: str = "deepseek_v4") -> Block:
+    """A block of DeepSeek-V4 with MXFP4 experts: layer 0 chooses them by token id, 3 by logits.
+
+    All layers of V4.1 choose by logits.
+    """
     from transformers import DeepseekV4Config
     from transformers.models.deepseek_v4 import modeling_deepseek_v4
-    from vllm.models.deepseek_v4 import DeepseekV4FP8Config
-    from vllm.models.deepseek_v4.nvidia.model import DeepseekV4MoE
 
+    model = importlib.import_module(f"vllm.models.{version}.nvidia.model")
+    quantization = importlib.import_module(f"vllm.models.{version}.quant_config")
     config = DeepseekV4Config(
         hidden_size=HIDDEN,
         moe_intermediate_size=INTERMEDIATE,
         n_routed_experts=EXPERTS,
         num_experts_per_tok=TOP_K,
-        num_hidden_layers=4,
+        num_hidden_layers=5,
         vocab_size=VOCABULARY,
         routed_scaling_factor=1.5,
         swiglu_limit=2.0,
@@ -107,12 +117,13 @@ def deepseek_v4(vllm: Any, layer: int) -> Block:
         setattr(config, name, value)
     prefix = f"model.layers.{layer}.ffn"
     vllm.model_config.hf_config = config
-    vllm.quant_config = DeepseekV4FP8Config(
+    vllm.quant_config = quantization.DeepseekV4FP8Config(
         is_checkpoint_fp8_serialized=True,
         ignored_layers=[f"{prefix}.shared_experts.{name}_proj" for name in ("gate_up", "down")],
         weight_block_size=[128, 128],
     )
-    block = DeepseekV4MoE(vllm, prefix, num_hash_layers=3)
+    by_token = {"num_hash_layers": 3} if version == "deepseek_v4" else {}
+    block = model.DeepseekV4MoE(vllm, prefix, **by_token)
     block.gate.weight.data.copy_(theirs.gate.weight)
     if theirs.is_hash:
         table = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(VOCABULARY)])
@@ -222,8 +233,9 @@ def kimi_k3(vllm: Any, layer: int) -> Block:
 BLOCKS: dict[str, Callable[[Any], Block]] = {
     "deepseek_v4, by token id": lambda vllm: deepseek_v4(vllm, 0),
     "deepseek_v4, by logits": lambda vllm: deepseek_v4(vllm, 3),
-    "minimax_m3": lambda vllm: minimax_m3(vllm, 4),
-    "kimi_k3": lambda vllm: kimi_k3(vllm, 5),
+    "deepseek_v41": lambda vllm: deepseek_v4(vllm, 4, "deepseek_v41"),
+    "minimax_m3": lambda vllm: minimax_m3(vllm, 5),
+    "kimi_k3": lambda vllm: kimi_k3(vllm, 6),
 }
 
 

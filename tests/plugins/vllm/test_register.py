@@ -16,9 +16,11 @@ import weft.compat.flashinfer
 from tests.plugins.standins import refuse
 from tests.plugins.vllm.workers import config_of, enter, leave, parallel
 from weft.errors import InvalidArgument, SetupError
+from weft.moe import Gating
 from weft.plugins.blocks import Limits
 from weft.plugins.engine_api import Engine
 from weft.plugins.vllm import allreduce, engine
+from weft.plugins.vllm.weights import read_gating
 
 
 @pytest.fixture(autouse=True)
@@ -140,13 +142,20 @@ RANKS: list[
     ({"dp_size": 1}, "add --data-parallel-size, or use WEFT_VLLM_ALLREDUCE=1 alone"),
     ({"ep_size": 4}, "remove --tensor-parallel-size"),
 ]
+SITU, SWIGLUOAI = SimpleNamespace(value="situ"), SimpleNamespace(value="swigluoai")
+BETAS: dict[str, Any] = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
 UNINTERLEAVED = SimpleNamespace(value="swigluoai_uninterleave")
 EXPERTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # vLLM's own experts may do all of it
     ({"activation": SimpleNamespace(value="gelu")}, {}, "activation is 'gelu'"),
     ({"is_act_and_mul": False}, {}, "activation is 'silu' with limit, alpha and"),
     ({"activation": UNINTERLEAVED}, {},
      r"activation is 'swigluoai_uninterleave' with limit, alpha and beta \(None, None, N"),
+    ({"activation": SITU, "activation_situ_beta": 4.0}, {},
+     r"activation is 'situ' with .* betas of SiTU \(4.0, None\)"),
+    ({"activation": SITU, **BETAS}, {"limit": 7.0}, r"activation is 'situ' with .* \(7.0, None"),
+    ({"activation": SWIGLUOAI}, {"limit": 10.0}, r"activation is 'swigluoai' with .* \(10.0, None"),
     ({}, {"on_input": True}, "apply_router_weight_on_input is True"),
+    ({}, {"fused": 1}, "1 shared experts are fused into the routed experts"),
 ]  # fmt: skip
 
 
@@ -179,6 +188,24 @@ def test_unsupported_ranks_and_experts_are_refused() -> None:
         "w2_weight is [4, 32, 128] torch.float32; weft supports [4, 128, 128]",
     ):
         assert part in str(raised.value)
+
+
+def test_mxfp4_experts_need_no_kernel_of_vllm() -> None:
+    """The stock constructors select one and raise; an activation of another layout is refused."""
+    enter("block")
+    plain, gpt_oss = of_vllm("Mxfp4MoEMethod"), of_vllm("GptOssMxfp4MoEMethod")
+    for config, limit, gating in (({}, 10.0, {"limit": 10.0}),
+                                  ({"activation": SITU, **BETAS}, None,
+                                   {"beta": 4.0, "linear_beta": 25.0})):  # fmt: skip
+        experts = layer(config_of(**config), plain, limit=limit)
+        assert type(experts.quant_method).__name__ == "Mxfp4MoEMethod"
+        assert read_gating(experts) == Gating(**gating)
+    for kind, activation in ((plain, SWIGLUOAI), (gpt_oss, SITU)):
+        text = f"{kind.__name__} has experts with activation '{activation.value}'"
+        with pytest.raises(InvalidArgument, match=text):
+            layer(config_of(activation=activation, **BETAS), kind)
+        with pytest.raises(NotImplementedError, match="No MXFP4 MoE backend"):
+            kind(config_of())  # vLLM's own selection is in place again
 
 
 def test_unsupported_rows_are_refused() -> None:

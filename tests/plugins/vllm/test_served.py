@@ -130,6 +130,13 @@ def serve_gpt_oss(group: weft.Group, far_apart: bool) -> list[float]:
     if not far_apart:
         wide = draw(70, far_apart=True)[0]
         assert "but was [" in error_of(vllm.layerwise, experts, wide)
+    else:
+        config.moe_parallel_config.enable_eplb = True
+        moved = vllm.GptOssRoutedExperts("moved", config, vllm.GptOssMxfp4MoEMethod)
+        for name, tensor in draw(0, far_apart=True)[0].items():
+            moved.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        load = moved.quant_method.process_weights_after_loading
+        assert "remove --enable-eplb" in error_of(load, moved)
     return errors
 
 
