@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from torch import nn
@@ -149,6 +150,9 @@ def minimax_m3(vllm: Any, layer: int) -> Block:
     from transformers import MiniMaxM3VLTextConfig
     from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+
+    for name in ("torchvision", "torchvision.transforms"):  # of images; CPU builds lack it
+        sys.modules.setdefault(name, MagicMock())
     from vllm.models.minimax_m3.nvidia.model import MiniMaxM3MoE
 
     # vLLM has kernels of this activation for GPUs alone, and raises without one.
