@@ -261,6 +261,7 @@ EXPECTED_API = (
         _MOE + "routed_experts.RoutedExperts.__init__",
         attributes="layer_name moe_config hidden_size global_num_experts local_num_experts top_k "
         "activation swiglu_limit swiglu_alpha swiglu_beta apply_router_weight_on_input "
+        "expert_map_manager "
         "intermediate_size_per_partition quant_method _get_quant_method maybe_roundup_sizes",
     ),
     ExpectedAPI(
@@ -296,10 +297,13 @@ EXPECTED_API = (
         _MOE + "config.FusedMoEConfig",
         attributes="in_dtype has_bias is_act_and_mul moe_parallel_config",
     ),
+    *(
+        ExpectedAPI(f"{_MOE}config.FusedMoEConfig.{name}", {"0.32.0": None, "0.33.0": None})
+        for name in ("activation_situ_beta", "activation_situ_linear_beta")
+    ),
     ExpectedAPI(
-        _MOE + "config.FusedMoEConfig",
-        {"0.32.0": None, "0.33.0": None},
-        attributes="activation_situ_beta activation_situ_linear_beta",
+        _MOE + "expert_map_manager.ExpertMapManager.__init__",
+        attributes="num_fused_shared_experts",
     ),
     ExpectedAPI(_MODULAR + "FusedMoEPrepareAndFinalizeModular.prepare", _PREPARE),
     ExpectedAPI(_MODULAR + "FusedMoEPrepareAndFinalizeModular.finalize", _FINALIZE),
@@ -329,9 +333,9 @@ EXPECTED_API = (
     ExpectedAPI(_MOE + "config.FusedMoEQuantConfig.make"),
     ExpectedAPI(_METHOD + ".get_fused_moe_quant_config", "self, layer"),
     *(
-        ExpectedAPI(f"{_QUANTIZATION}mxfp4.{method}.__init__", attributes=selector)
-        for method, selector in zip(
-            ("GptOssMxfp4MoEMethod", "Mxfp4MoEMethod"), MXFP4_SELECTORS, strict=True
+        ExpectedAPI(f"{_QUANTIZATION}mxfp4.{name}", parameters)
+        for name, parameters in zip(
+            MXFP4_SELECTORS, ("config, activation_key=", "config"), strict=True
         )
     ),
     ExpectedAPI(_MOE + "oracle.mxfp4.Mxfp4MoeBackend.NONE"),
