@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import weft
+from weft.fp8 import quantize
 from weft.gemm import quantize_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
 from weft.launcher.launch import launch
@@ -77,6 +78,12 @@ def load_experts(runner: Any, gate_up: torch.Tensor, down: torch.Tensor, kind: s
             values, scales = quantize_mxfp4(weights)
             weights.copy_(dequantize_mxfp4(values, scales))
             tensors = {"_weight": values, "_weight_scale": scales.view(torch.float8_e8m0fnu)}
+        elif kind == "mxfp8":
+            values, scales = quantize(weights, "mxfp8")
+            weights.copy_(
+                (values.float().unflatten(2, (-1, 32)) * scales.float()[..., None]).flatten(2)
+            )
+            tensors = {"_weight": values, "_weight_scale": scales.view(torch.uint8)}
         for suffix, tensor in tensors.items():
             name = ("w2" if shards == ("w2",) else "w13") + suffix
             parameter = getattr(experts, name)
@@ -145,11 +152,12 @@ def deepseek_v4(vllm: Any, layer: int, version: str = "deepseek_v4") -> Block:
     return block, run
 
 
-def minimax_m3(vllm: Any, layer: int) -> Block:
-    """A block of MiniMax-M3 in bfloat16."""
+def minimax_m3(vllm: Any, layer: int, kind: str) -> Block:
+    """A block of MiniMax-M3, in bfloat16 or with MXFP8 experts."""
     from transformers import MiniMaxM3VLTextConfig
     from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8Config
 
     for name in ("torchvision", "torchvision.transforms"):  # of images; CPU builds lack it
         sys.modules.setdefault(name, MagicMock())
@@ -171,7 +179,13 @@ def minimax_m3(vllm: Any, layer: int) -> Block:
     published = {"use_routing_bias": True, "scoring_func": "sigmoid", "n_shared_experts": 1}
     for name, value in (published | {"hidden_act": "swigluoai", "swiglu_beta": 1.0}).items():
         setattr(config, name, value)
-    block = MiniMaxM3MoE(config, layer, prefix=f"model.layers.{layer}.mlp")
+    prefix, quantization = f"model.layers.{layer}.mlp", None
+    if kind == "mxfp8":
+        ignored = [f"{prefix}.shared_experts.{name}_proj" for name in ("gate_up", "down")]
+        quantization = ModelOptMxFp8Config.from_config(
+            {"quant_method": "mxfp8", "ignored_layers": ignored}
+        )
+    block = MiniMaxM3MoE(config, layer, quantization, prefix=prefix)
     router = block.experts.router  # on CPUs it corrects sigmoid scores only in groups
     router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
     block.gate.weight.data.copy_(theirs.gate.weight)
@@ -181,7 +195,7 @@ def minimax_m3(vllm: Any, layer: int) -> Block:
     gate, up = shared.gate_up_proj.weight.chunk(2)
     copy_mlp(block.shared_experts, gate, up, shared.down_proj.weight)
     experts = theirs.experts
-    load_experts(block.experts, experts.gate_up_proj.data, experts.down_proj.data, "bfloat16")
+    load_experts(block.experts, experts.gate_up_proj.data, experts.down_proj.data, kind)
     return block, lambda x, ids: theirs(x[None])[0]
 
 
@@ -238,7 +252,8 @@ BLOCKS: dict[str, Callable[[Any], Block]] = {
     "deepseek_v4, by token id": lambda vllm: deepseek_v4(vllm, 0),
     "deepseek_v4, by logits": lambda vllm: deepseek_v4(vllm, 3),
     "deepseek_v41": lambda vllm: deepseek_v4(vllm, 4, "deepseek_v41"),
-    "minimax_m3": lambda vllm: minimax_m3(vllm, 5),
+    "minimax_m3": lambda vllm: minimax_m3(vllm, 5, "bfloat16"),
+    "minimax_m3, mxfp8": lambda vllm: minimax_m3(vllm, 7, "mxfp8"),
     "kimi_k3": lambda vllm: kimi_k3(vllm, 6),
 }
 

@@ -156,21 +156,26 @@ class Layer:
 
     def _replace(self, name: str, tensor: torch.Tensor) -> None:
         """Replace a parameter's tensor, and make later loads of the parameter raise."""
-
-        def raise_on_load(*args: Any, **kwargs: Any) -> None:
-            raise OutOfOrder(
-                f"{self.name}.{name} is in weft's row order, but the engine loads weights in its "
-                "own order: restart the server"
-            )
-
         parameter = getattr(self.module, name)
         parameter.data = tensor
-        parameter.weight_loader = raise_on_load
+        refuse_loads(parameter, f"{self.name}.{name}")
 
     def local_expert_ids(self) -> tuple[int, ...]:
         """Return the ids of this rank's physical experts."""
         first = self.ep_rank * self.num_local_experts
         return tuple(range(first, first + self.num_local_experts))
+
+
+def refuse_loads(parameter: nn.Parameter, name: str) -> None:
+    """Make later loads of a converted parameter raise OutOfOrder. Public within weft."""
+
+    def raise_on_load(*args: Any, **kwargs: Any) -> None:
+        raise OutOfOrder(
+            f"{name} is in weft's row order or format, but the engine loads weights in its own: "
+            "restart the server"
+        )
+
+    parameter.weight_loader = raise_on_load  # type: ignore[attr-defined]
 
 
 def build_layer_error(name: str, form: str, *reasons: str) -> InvalidArgument:

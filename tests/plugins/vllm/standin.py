@@ -93,7 +93,6 @@ def FusedMoEQuantConfig(dtype: torch.dtype | None = None, blocks: Any = None) ->
 
 
 vars(FusedMoEQuantConfig)["make"] = FusedMoEQuantConfig
-Mxfp4MoeBackend = SimpleNamespace(NONE="None")
 FusedMoEActivationFormat = SimpleNamespace(Standard="standard")
 
 
@@ -231,7 +230,7 @@ def select_mxfp4_moe_backend(moe: Any) -> Any:
     raise NotImplementedError("No MXFP4 MoE backend supports the deployment configuration.")
 
 
-select_deepseek_v4_mxfp4_moe_backend = select_mxfp4_moe_backend
+select_deepseek_v4_mxfp4_moe_backend = select_mxfp8_moe_backend = select_mxfp4_moe_backend
 
 
 class GptOssMxfp4MoEMethod(UnquantizedFusedMoEMethod):
@@ -248,6 +247,14 @@ class Mxfp4MoEMethod(UnquantizedFusedMoEMethod):
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
         self.mxfp4_backend, self.experts_cls = select_deepseek_v4_mxfp4_moe_backend(moe)
+
+
+class ModelOptMxFp8FusedMoE(UnquantizedFusedMoEMethod):
+    """MXFP8 experts."""
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__(moe)
+        self.mxfp8_backend, self.experts_cls = select_mxfp8_moe_backend(moe)
 
 
 class RoutedExperts(PluggableLayer):

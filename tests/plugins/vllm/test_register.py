@@ -15,12 +15,13 @@ import torch
 import weft.compat.flashinfer
 from tests.plugins.standins import refuse
 from tests.plugins.vllm.workers import config_of, enter, leave, parallel
-from weft.errors import InvalidArgument, SetupError
+from weft.errors import InvalidArgument, OutOfOrder, SetupError
+from weft.fp8 import quantize
 from weft.moe import Gating
 from weft.plugins.blocks import Limits
 from weft.plugins.engine_api import Engine
 from weft.plugins.vllm import allreduce, engine
-from weft.plugins.vllm.weights import read_gating
+from weft.plugins.vllm.weights import convert_mxfp8, read_gating
 
 
 @pytest.fixture(autouse=True)
@@ -206,6 +207,30 @@ def test_mxfp4_experts_need_no_kernel_of_vllm() -> None:
             layer(config_of(activation=activation, **BETAS), kind)
         with pytest.raises(NotImplementedError, match="No MXFP4 MoE backend"):
             kind(config_of())  # vLLM's own selection is in place again
+
+
+def test_mxfp8_experts_become_fp8_with_block_scales() -> None:
+    experts: Any = torch.nn.Module()
+    experts.layer_name = "experts"
+    expected = {}
+    for name in ("w13_weight", "w2_weight"):
+        values, scales = quantize(torch.randn(2, 256, 128), "mxfp8")
+        expected[name] = values.float() * scales.float().repeat_interleave(32, 2)
+        for suffix, tensor in (("", values), ("_scale", scales.view(torch.uint8))):
+            experts.register_parameter(name + suffix, torch.nn.Parameter(tensor, False))
+    for _ in range(2):  # vLLM may process a layer again
+        convert_mxfp8(experts)
+    for name, values in expected.items():
+        scales = getattr(experts, f"{name}_scale_inv")
+        factors = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        error = (getattr(experts, name).float() * factors - values).abs().max()
+        assert error <= scales.max() * 2.0**-10  # values below 2^-6 of a scale
+        assert not hasattr(experts, f"{name}_scale")
+    with pytest.raises(OutOfOrder, match="experts.w2_weight is in weft's row order or format"):
+        experts.w2_weight.weight_loader(experts.w2_weight, values)
+    experts.w2_weight.data, experts.w2_weight_scale = experts.w2_weight[:, :96], torch.zeros(1)
+    with pytest.raises(InvalidArgument, match="w2_weight is .2, 96, 128.; weft supports multiples"):
+        convert_mxfp8(experts)
 
 
 def test_unsupported_rows_are_refused() -> None:

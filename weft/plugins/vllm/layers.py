@@ -15,7 +15,6 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import (
     FusedMoEKernelModularImpl,
     FusedMoEPrepareAndFinalizeModular,
 )
-from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
@@ -27,11 +26,12 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8FusedMoE
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod, Mxfp4MoEMethod
 
 from weft.errors import InvalidArgument
 from weft.plugins.vllm import engine
-from weft.plugins.vllm.weights import EXCHANGE_FIX, check_arithmetic
+from weft.plugins.vllm.weights import EXCHANGE_FIX, check_arithmetic, convert_mxfp8
 from weft.plugins.weights import build_layer_error
 from weft.shape import FP8_BLOCK
 
@@ -41,6 +41,7 @@ BLOCK_METHODS = (
     Fp8MoEMethod,
     GptOssMxfp4MoEMethod,
     Mxfp4MoEMethod,
+    ModelOptMxFp8FusedMoE,
 )
 
 
@@ -61,7 +62,7 @@ class WeftRoutedExpertsMixin:
         if form == "exchange":
             method = super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
             return _mix_in(method, ExchangeMethodMixin)
-        with _select_no_mxfp4_kernel():
+        with _select_no_kernel():
             method = super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
         if type(method) not in BLOCK_METHODS:
             actual = f"their method is {type(method).__name__}; weft supports "
@@ -76,19 +77,22 @@ class WeftRoutedExperts(WeftRoutedExpertsMixin, RoutedExperts):  # type: ignore[
 
 
 @contextlib.contextmanager
-def _select_no_mxfp4_kernel() -> Iterator[None]:
-    """Make vLLM construct MXFP4 methods without one of its kernels.
+def _select_no_kernel() -> Iterator[None]:
+    """Make vLLM construct MXFP4 and MXFP8 methods without one of its kernels.
 
     Their constructors select a kernel and raise if there is none, as on CPUs without AMX.
     """
-    module = importlib.import_module(GptOssMxfp4MoEMethod.__module__)
-    selectors = {name: getattr(module, name) for name in engine.MXFP4_SELECTORS}
+    selectors = []
+    for target in engine.SELECTORS:
+        path, _, name = target.rpartition(".")
+        module = importlib.import_module(path)
+        selectors.append((module, name, getattr(module, name)))
     try:
-        for name in selectors:
-            setattr(module, name, lambda *args, **kwargs: (Mxfp4MoeBackend.NONE, None))
+        for module, name, _ in selectors:
+            setattr(module, name, lambda *args, **kwargs: (None, None))
         yield
     finally:
-        for name, selector in selectors.items():
+        for module, name, selector in selectors:
             setattr(module, name, selector)
 
 
@@ -123,6 +127,8 @@ class BlockMethodMixin:
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Create the layer's operators before vLLM measures free memory."""
+        if isinstance(self, ModelOptMxFp8FusedMoE):
+            convert_mxfp8(layer)
         engine.load_block(layer)
 
     def apply(

@@ -6,9 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from weft.errors import InvalidArgument
 from weft.moe import CLAMPED_SWIGLU, Gating
-from weft.plugins.weights import Layer, build_layer_error
+from weft.moe.experts.quantize import convert_to_fp8
+from weft.plugins.weights import Layer, build_layer_error, refuse_loads
+from weft.shape import FP8_BLOCK
 
 EXCHANGE_FIX = "use WEFT_VLLM=exchange, where vLLM computes the experts"
 
@@ -35,6 +39,34 @@ def build_layer(experts: Any) -> Layer:
         interleaved=experts.activation.value == "swigluoai",
         bias="bias" if config.has_bias else "",
     )
+
+
+MXFP8_BLOCK = 32  # columns per scale
+
+
+def convert_mxfp8(experts: Any) -> None:
+    """Convert loaded MXFP8 experts in place to FP8 with a float32 scale per 128 x 128 block."""
+    for name in ("w13_weight", "w2_weight"):
+        weight, scale = getattr(experts, name).data, getattr(experts, f"{name}_scale", None)
+        if scale is None:  # converted before
+            continue
+        rows, columns = weight.shape[1:]
+        if rows % FP8_BLOCK or columns % FP8_BLOCK:
+            text = f"{name} is {[*weight.shape]}; weft supports multiples of {FP8_BLOCK} for MXFP8"
+            raise build_layer_error(experts.layer_name, "block", text)
+        blocks = weight.new_empty(
+            (len(weight), rows // FP8_BLOCK, columns // FP8_BLOCK), dtype=torch.float32
+        )
+        for matrix, powers, scales in zip(weight, scale, blocks, strict=True):
+            factors = powers.view(torch.float8_e8m0fnu).float()
+            values, block_scales = convert_to_fp8(matrix, factors, (1, MXFP8_BLOCK))
+            matrix.copy_(values)
+            scales.copy_(block_scales)
+        delattr(experts, f"{name}_scale")
+        for suffix, tensor in (("", weight), ("_scale_inv", blocks)):
+            parameter = torch.nn.Parameter(tensor, requires_grad=False)
+            experts.register_parameter(name + suffix, parameter)
+            refuse_loads(parameter, f"{experts.layer_name}.{name}{suffix}")
 
 
 def read_gating(experts: Any) -> Gating:
