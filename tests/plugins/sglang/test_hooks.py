@@ -156,15 +156,15 @@ def test_parts_of_0_5_17(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSED_FLAGS: list[tuple[dict[str, Any], str]] = [
-    ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: remove"),
-    ({"enable_torch_compile": True}, "--enable-torch-compile: remove these flags"),
-    ({"enable_pdmux": True}, "--enable-pdmux: remove these flags"),
-    ({"elastic_ep_backend": "mooncake"}, "--elastic-ep-backend mooncake: remove these flags"),
+    ({"enable_two_batch_overlap": True}, "-two-batch-overlap .weft overlaps within a batch: WEFT_"),
+    ({"enable_torch_compile": True, "enable_pdmux": True},
+     "--enable-torch-compile .use CUDA graphs alone., --enable-pdmux .use --disaggregation-mode"),
+    ({"elastic_ep_backend": "mooncake"}, "--elastic-ep-backend mooncake .use weft"),
     ({"elastic_ep_backend": "weft", "moe_dense_tp_size": 1, "max_ep_size": 8},
      "weft needs --disable-overlap-schedule, --enable-dp-lm-head, --enable-dp-attention-local-"
      "control-broadcast, no --max-ep-size, --ep-dispatch-algorithm static or dynamic: "),
-    ({"attn_cp_size": 2}, "--attn-cp-size: remove these flags"),
-    ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode: remove"),
+    ({"attn_cp_size": 2}, "--attn-cp-size .use --attn-dp-size"),
+    ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode overlap .use serial"),
     ({"enable_lora": True}, "--lora-target-modules is not given: pass"),
     ({"enable_lora": True, "lora_target_modules": {"q_proj", "gate_up_proj"}},
      "--lora-target-modules is gate_up_proj q_proj: pass a subset of fused_qkv_a_proj_with_mqa"),

@@ -168,28 +168,26 @@ def is_weft_backend() -> bool:
 
 
 def check_server(server_args: Any) -> None:
-    """Raise InvalidArgument for flags that weft does not support.
+    """Raise InvalidArgument for flags that weft does not support, with what to use instead.
 
     Two-batch overlap calls parts of a block. --enable-pdmux runs prefill and decode concurrently,
     so the order of calls may differ between ranks.
     """
-    flags = {
-        "enable_two_batch_overlap": "--enable-two-batch-overlap",
-        "enable_torch_compile": "--enable-torch-compile",
-        "enable_pdmux": "--enable-pdmux",
-    }
-    unsupported = [flag for name, flag in flags.items() if getattr(server_args, name)]
     backend = server_args.elastic_ep_backend
-    if backend not in (None, NAME):
-        unsupported.append(f"--elastic-ep-backend {backend}")
-    if server_args.attn_cp_size > 1:
-        unsupported.append("--attn-cp-size")
-    if getattr(server_args, "startup_weight_load_mode", "serial") != "serial":
-        unsupported.append("--startup-weight-load-mode")
-    if unsupported:
-        raise InvalidArgument(
-            f"--moe-a2a-backend weft does not support {', '.join(unsupported)}: remove these flags"
-        )
+    startup = getattr(server_args, "startup_weight_load_mode", "serial")
+    flags = (
+        (
+            server_args.enable_two_batch_overlap,
+            "--enable-two-batch-overlap (weft overlaps within a batch: WEFT_SGLANG_OVERLAP)",
+        ),
+        (server_args.enable_torch_compile, "--enable-torch-compile (use CUDA graphs alone)"),
+        (server_args.enable_pdmux, "--enable-pdmux (use --disaggregation-mode)"),
+        (backend not in (None, NAME), f"--elastic-ep-backend {backend} (use weft)"),
+        (server_args.attn_cp_size > 1, "--attn-cp-size (use --attn-dp-size)"),
+        (startup != "serial", f"--startup-weight-load-mode {startup} (use serial)"),
+    )
+    if unsupported := [text for is_set, text in flags if is_set]:
+        raise InvalidArgument(f"--moe-a2a-backend weft does not support {', '.join(unsupported)}")
     required = [] if backend is None else list(elastic.list_missing_flags(server_args))
     if required:
         raise InvalidArgument(
