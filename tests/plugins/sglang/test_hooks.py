@@ -163,6 +163,7 @@ REFUSED_FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"elastic_ep_backend": "weft", "moe_dense_tp_size": 1, "max_ep_size": 8},
      "weft needs --disable-overlap-schedule, --enable-dp-lm-head, --enable-dp-attention-local-"
      "control-broadcast, no --max-ep-size, --ep-dispatch-algorithm static or dynamic: "),
+    ({"enable_decoder_swa_bounded_replay": True}, "pass --no-enable-decoder-swa-bounded-replay"),
     ({"attn_cp_size": 2}, "--attn-cp-size .use --attn-dp-size"),
     ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode overlap .use serial"),
     ({"enable_lora": True}, "--lora-target-modules is not given: pass"),

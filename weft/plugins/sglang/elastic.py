@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from weft.errors import (
+    InvalidArgument,
     OutOfOrder,
     PeerDied,
     PeerLeft,
@@ -238,6 +239,11 @@ def enable_recovery(group: Group, runner: Any) -> None:
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     locations = get_global_expert_location_metadata()
+    if locations is None:
+        raise InvalidArgument(
+            "--elastic-ep-backend weft needs replicas of experts, but SGLang has none for this "
+            "model: leave the flag out"
+        )
     for rank in range(group.size) if group.rank == 0 else ():
         unavailable = find_experts_without_replica(locations, {rank})
         if unavailable:

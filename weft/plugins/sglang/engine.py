@@ -66,11 +66,8 @@ def after_load_model(result: Any, runner: Any) -> None:
         if settings.form == "block":
             unify_mxfp4(layer)
         check_experts(layer, form=settings.form)
-        if calls_experts(block) and settings.form != "block":
-            raise InvalidArgument(
-                f"{type(block).__name__} of layer {layer.layer_id} needs form 'block': unset "
-                "WEFT_SGLANG_FORM"
-            )
+        if calls_experts(block):
+            _check_caller(layer, block, settings)
         if getattr(get_gate(block), "e_score_correction_bias_vl", None) is not None:
             raise InvalidArgument(
                 f"layer {layer.layer_id} routes image tokens by a bias of their own, which weft "
@@ -109,6 +106,17 @@ def after_load_model(result: Any, runner: Any) -> None:
             size = 0 if mlp is None else mlp.gate_up_proj.output_size // 2
             _blocks.add_block(build_layer(layer), shared=get_shared_expert(block), shared_size=size)
     _blocks.log_layers(f"{len(layers)} MoE layers of {type(runner.model).__name__}")
+
+
+def _check_caller(layer: Any, block: Any, settings: Settings) -> None:
+    """Raise InvalidArgument for settings that a block of `EXPERT_CALLERS` does not support."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    name = f"{type(block).__name__} of layer {layer.layer_id}"
+    if settings.form != "block":
+        raise InvalidArgument(f"{name} needs form 'block': unset WEFT_SGLANG_FORM")
+    if get_global_expert_location_metadata() is not None:  # its fused router knows no replicas
+        raise InvalidArgument(f"{name} has no replicas of experts: remove SGLang's flags of EPLB")
 
 
 def close() -> None:

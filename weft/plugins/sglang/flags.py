@@ -175,6 +175,8 @@ def check_server(server_args: Any) -> None:
     """
     backend = server_args.elastic_ep_backend
     startup = getattr(server_args, "startup_weight_load_mode", "serial")
+    # DeepSeek-V4.1's late layers then run on fewer rows than SGLang's mask of padding rows counts.
+    replays_tails = getattr(server_args, "enable_decoder_swa_bounded_replay", None)
     flags = (
         (
             server_args.enable_two_batch_overlap,
@@ -184,6 +186,10 @@ def check_server(server_args: Any) -> None:
         (server_args.enable_pdmux, "--enable-pdmux (use --disaggregation-mode)"),
         (backend not in (None, NAME), f"--elastic-ep-backend {backend} (use weft)"),
         (server_args.attn_cp_size > 1, "--attn-cp-size (use --attn-dp-size)"),
+        (
+            replays_tails,
+            "decoder SWA bounded replay (pass --no-enable-decoder-swa-bounded-replay)",
+        ),
         (startup != "serial", f"--startup-weight-load-mode {startup} (use serial)"),
     )
     if unsupported := [text for is_set, text in flags if is_set]:
