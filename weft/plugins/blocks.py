@@ -22,7 +22,7 @@ from weft.leases import Lease, lease
 from weft.moe import MoE
 from weft.plugins.faults import Watch
 from weft.plugins.settings import Settings, compute_first_timeout
-from weft.plugins.weights import Layer, check_weights
+from weft.plugins.weights import Layer, build_layer_error, check_weights
 
 _log = logging.getLogger(__name__)
 # Low-latency buffers hold max_tokens rows per expert, so larger batches use the prefill operator.
@@ -85,6 +85,7 @@ class Blocks:
         *,
         shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
         shared_size: int = 0,
+        moves_experts: bool = False,
     ) -> None:
         """Create the operators of a whole MoE layer, including its shared expert. Collective.
 
@@ -92,7 +93,9 @@ class Blocks:
             layer: The engine's layer.
             shared: The shared expert's forward function.
             shared_size: The shared expert's intermediate size.
+            moves_experts: Whether the engine's EPLB moves experts between ranks.
         """
+        was_mxfp4 = layer.is_mxfp4
         config = layer.build_config(shared=shared_size if shared is not None else 0)
         if shared is not None and config.hidden != layer.hidden:
             raise InvalidArgument(
@@ -105,6 +108,13 @@ class Blocks:
             layer.local_expert_ids(),
             layer.uses_fp8_rows,
         )
+        if moves_experts and was_mxfp4 != layer.is_mxfp4:
+            raise build_layer_error(
+                layer.name,
+                "block",
+                "this rank converted its MXFP4 experts to FP8, and EPLB needs one format on all "
+                "ranks: remove --enable-eplb",
+            )
 
         def get_weights(expert_ids: tuple[int, ...]) -> Any:
             if expert_ids != expected:

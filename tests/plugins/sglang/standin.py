@@ -51,7 +51,7 @@ get_global_expert_location_metadata = getter("places")
 # Flags.
 
 _FLASHINFER_ALLREDUCE_FUSION_ARCHS = frozenset({"Fusing"})
-FALSE = """enable_two_batch_overlap enable_torch_compile enable_lora enable_pdmux
+FALSE = """enable_eplb enable_two_batch_overlap enable_torch_compile enable_lora enable_pdmux
 disable_overlap_schedule enable_dp_lm_head enable_elastic_expert_backup
 enable_dp_attention_local_control_broadcast"""
 NONE = """lora_target_modules flashinfer_allreduce_fusion_backend elastic_ep_backend max_ep_size

@@ -19,7 +19,7 @@ from weft.errors import InvalidArgument, OutOfOrder, SetupError
 from weft.gemm import quantize_mxfp4, unpack_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
 from weft.moe import CLAMPED_SWIGLU, Gating
-from weft.plugins.blocks import Limits
+from weft.plugins.blocks import Blocks, Limits
 from weft.plugins.engine_api import Engine
 from weft.plugins.settings import Settings
 from weft.plugins.sglang import allreduce, engine, flags, models, register
@@ -294,6 +294,13 @@ def test_mxfp4_of_sglangs_fp8_method_is_converted() -> None:
     layer.w13_weight_scale_inv.data = torch.full((4, 256, 4), 1.5)
     with pytest.raises(InvalidArgument, match="layer 7: w13_weight_scale_inv has values that are"):
         unify_mxfp4(layer)
+
+
+def test_eplb_needs_one_format_on_all_ranks() -> None:
+    layer, group = fused(torch.uint8), SimpleNamespace()
+    layer.w13_weight_scale.data[0, 0, :2] = torch.tensor([1, 200])  # too far apart to be packed
+    with pytest.raises(InvalidArgument, match="EPLB needs one format on all ranks"):
+        Blocks(group, Limits(1, 1), Settings()).add_block(build_layer(layer), moves_experts=True)  # type: ignore[arg-type]
 
 
 def test_supported_activations() -> None:

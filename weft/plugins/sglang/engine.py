@@ -100,11 +100,16 @@ def after_load_model(result: Any, runner: Any) -> None:
                 continue
             if calls_experts(block):
                 layer.dispatcher.runs_experts = True
-                _blocks.add_block(build_layer(layer))
+                _blocks.add_block(build_layer(layer))  # without replicas
                 continue
             mlp = get_shared_mlp(block)
             size = 0 if mlp is None else mlp.gate_up_proj.output_size // 2
-            _blocks.add_block(build_layer(layer), shared=get_shared_expert(block), shared_size=size)
+            _blocks.add_block(
+                build_layer(layer),
+                shared=get_shared_expert(block),
+                shared_size=size,
+                moves_experts=server_args.enable_eplb,
+            )
     _blocks.log_layers(f"{len(layers)} MoE layers of {type(runner.model).__name__}")
 
 

@@ -130,15 +130,8 @@ def load_block(experts: Any) -> None:
         return
     layer = build_layer(experts)
     check_weights(layer, "block")
-    was_mxfp4 = layer.is_mxfp4
-    get_blocks(experts).add_block(layer)
-    if was_mxfp4 != layer.is_mxfp4 and experts.moe_config.moe_parallel_config.enable_eplb:
-        raise build_layer_error(
-            layer.name,
-            "block",
-            "this rank converted its MXFP4 experts to FP8, and EPLB needs one format on all "
-            "ranks: remove --enable-eplb",
-        )
+    parallel = experts.moe_config.moe_parallel_config
+    get_blocks(experts).add_block(layer, moves_experts=parallel.enable_eplb)
 
 
 @torch.inference_mode(False)
