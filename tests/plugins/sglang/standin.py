@@ -51,7 +51,8 @@ get_global_expert_location_metadata = getter("places")
 # Flags.
 
 _FLASHINFER_ALLREDUCE_FUSION_ARCHS = frozenset({"Fusing"})
-FALSE = """enable_eplb enable_two_batch_overlap enable_torch_compile enable_lora enable_pdmux
+FALSE = """enable_eplb enable_prefill_delayer
+enable_two_batch_overlap enable_torch_compile enable_lora enable_pdmux
 disable_overlap_schedule enable_dp_lm_head enable_elastic_expert_backup
 enable_dp_attention_local_control_broadcast"""
 NONE = """lora_target_modules flashinfer_allreduce_fusion_backend elastic_ep_backend max_ep_size
@@ -580,6 +581,10 @@ def batch(x: torch.Tensor, counts: list[int] | None, real: int | None = None) ->
 
 
 # Processes beside the model.
+
+
+def sock_send(socket: Any, obj: Any, flags: int = 0) -> None:
+    socket.sent.append(obj)
 
 
 def exchange_sync_rows(global_flat: torch.Tensor, local_row: torch.Tensor, group: Any) -> None:

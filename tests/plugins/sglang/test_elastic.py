@@ -6,6 +6,7 @@ benchmarks/sglang/elastic.py kills ranks of a real server.
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from functools import partial
 from http import HTTPStatus
@@ -123,3 +124,23 @@ def test_requests_of_a_dead_rank_are_aborted(standin: Any) -> None:
     assert send("4", "5", "6") == [0, 1, 0]
     standin.STATE.exec.moe.elastic_ep_backend = None  # without the flag nothing is chosen
     assert send("7") == [None]
+
+
+def test_messages_do_not_wait_for_a_dead_rank(
+    standin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket whose peer has died is not writable."""
+    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(PUSH=8, POLLOUT=2))  # SGLang has it
+    elastic_flags = SimpleNamespace(elastic_ep_backend="weft")
+    standin.STATE.exec = SimpleNamespace(moe=elastic_flags)
+    for backend, kind, writable, sent in (
+        ("weft", 8, True, [1]),
+        ("weft", 8, False, []),
+        ("weft", 3, False, [1]),  # a REQ socket
+        (None, 8, False, [1]),
+    ):
+        elastic_flags.elastic_ep_backend = backend
+        poll = lambda milliseconds, events, writable=writable: 2 * writable  # noqa: E731
+        socket = SimpleNamespace(type=kind, poll=poll, sent=[])
+        standin.sock_send(socket, 1)
+        assert socket.sent == sent

@@ -30,6 +30,7 @@ from weft.plugins.engine_api import ExpectedAPI
 from weft.plugins.sglang.hooks import NAME, SRT, Hook
 
 RECOVERY_TIMEOUT = 60.0  # seconds within which all survivors must enter recovery
+SEND_TIMEOUT = 1.0  # seconds that a message waits for a rank's process
 # Errors that a rank may get, in a layer or a control message, after another rank has died.
 PEER_ERRORS = (PeerDied, PeerLeft, PeerTimeout, RendezvousFailed)
 
@@ -61,6 +62,7 @@ def list_missing_flags(server_args: Any) -> Iterator[str]:
         "max_ep_size": (None, "no --max-ep-size"),
         "ep_join_mode": (None, "no --elastic-ep-join-mode"),
         "enable_elastic_expert_backup": (False, "no --enable-elastic-expert-backup"),
+        "enable_prefill_delayer": (False, "no --enable-prefill-delayer"),
     }
     for name, (value, flag) in required.items():
         if getattr(server_args, name) != value:
@@ -93,7 +95,7 @@ def reroute_experts(locations: Any, dead: set[int], rank: int) -> None:
     Captured graphs stay valid. As in SGLang, a rank prefers local replicas.
 
     Args:
-        places: SGLang's ExpertLocationMetadata.
+        locations: SGLang's ExpertLocationMetadata.
         dead: Dead ranks.
         rank: This rank.
 
@@ -391,6 +393,22 @@ def route_requests(original: Callable[..., None], manager: Any, obj: Any) -> Non
         _request_routes.abort_requests(manager, obj.status)
 
 
+def send_or_drop(original: Callable[..., None], socket: Any, obj: Any, flags: int = 0) -> None:
+    """Drop a message for a dead rank; wraps sock_send of the data-parallel controller.
+
+    A PUSH socket without a peer is never writable. A blocking send would keep the controller from
+    SGLang's report of the death, which aborts the dead rank's requests.
+    """
+    import zmq
+    from sglang.srt.runtime_context import get_exec
+
+    is_worker = get_exec().moe.elastic_ep_backend == NAME and socket.type == zmq.PUSH
+    if is_worker and not socket.poll(int(1000 * SEND_TIMEOUT), zmq.POLLOUT):
+        _log.warning("a %s for a dead rank was dropped", type(obj).__name__)
+        return
+    original(socket, obj, flags)
+
+
 def _format_ranks(ranks: set[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
@@ -414,6 +432,11 @@ HOOKS = (
         _MANAGERS + "tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
         {"0.5.23": "self, obj"},
         function=route_requests,
+    ),
+    Hook(
+        _MANAGERS + "data_parallel_controller.sock_send",
+        {"0.5.23": "socket, obj, flags="},
+        function=send_or_drop,
     ),
 )
 # Functions and classes that the hooks use.
