@@ -252,9 +252,14 @@ def run_block(block: Any, name: str, x: torch.Tensor, ids: torch.Tensor) -> torc
     return out
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Compare the blocks for each number of ranks."""
     # SGLang has fused routers for GPUs alone.
     kernels = ("FUSED_HASH_TOPK", "BF16_ROUTER_GEMM")
     environment = {f"SGLANG_OPT_USE_{kernel}": "0" for kernel in kernels}
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "weft"}
-    sys.exit(moe_blocks.main(str(__doc__), BLOCKS, compare, **environment))
+    return moe_blocks.main(str(__doc__), BLOCKS, compare, **environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

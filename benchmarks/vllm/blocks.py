@@ -170,6 +170,11 @@ def run_block(block: Any, by_token: bool, x: torch.Tensor, ids: torch.Tensor) ->
     return out
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Compare the blocks for each number of ranks."""
     environment = {"WEFT_VLLM": "block", "VLLM_TARGET_DEVICE": "cpu"}
-    sys.exit(moe_blocks.main(str(__doc__), BLOCKS, compare, **environment))
+    return moe_blocks.main(str(__doc__), BLOCKS, compare, **environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
