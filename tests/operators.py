@@ -70,13 +70,13 @@ STEPPED = {**KINDS, SEND: Kind("alltoall", {"combine": "push", "split_phase": Tr
 class Opened:
     """An open operator. Context manager."""
 
-    made: Any
+    operator: Any
 
     def __enter__(self) -> Any:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.made.__exit__(*error)
+        self.operator.__exit__(*error)
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Operator(Opened):
     kind: Kind
 
     def __post_init__(self) -> None:
-        device, t = self.made.group.device, torch.arange(TOKENS)
+        device, t = self.operator.group.device, torch.arange(TOKENS)
         self.ids = torch.stack([t * 3 % EXPERTS, (t * 3 + 5) % EXPERTS], dim=1).to(device)
         self.weights = torch.ones((TOKENS, TOP_K), device=device)
 
@@ -97,20 +97,20 @@ class Operator(Opened):
     def round(self, value: float = 1.0) -> Any:
         """Run one round, or one sum, with rows of `value` from this rank; return the result."""
         result = self.enqueue(value)
-        synchronize(self.made.group.device)
-        self.made.check()
+        synchronize(self.operator.group.device)
+        self.operator.check()
         return result
 
     def enqueue(self, value: float) -> Any:
         return self.end(self.begin(value))
 
     def begin(self, value: float) -> Any:
-        device = self.made.group.device
+        device = self.operator.group.device
         x = torch.full((TOKENS, HIDDEN), value, dtype=torch.bfloat16, device=device)
         if self.kind.name == "allreduce":
             weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=device)
-            return self.made.fused(x, weight=weight, out=True).out
-        return self.made.dispatch(x, self.ids, self.weights)
+            return self.operator.fused(x, weight=weight, out=True).out
+        return self.operator.dispatch(x, self.ids, self.weights)
 
     def end(self, got: Any) -> Any:
         if self.kind.name == "allreduce":
@@ -121,8 +121,8 @@ class Operator(Opened):
         self, got: Any, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None
     ) -> Any:
         if self.kind.name == "lowlatency":
-            return self.made.combine(got.x.clone(), ids, weights, got.handle, out=out)
-        return self.made.combine(weft.reference.identity_experts(got, torch.bfloat16), out=out)
+            return self.operator.combine(got.x.clone(), ids, weights, got.handle, out=out)
+        return self.operator.combine(weft.reference.identity_experts(got, torch.bfloat16), out=out)
 
 
 LARGEST = 8  # of a row's integers: sums of 16 of them are exact
@@ -148,9 +148,9 @@ class Step:
     """
 
     def __init__(self, op: Operator, tokens: int, *, calls: int = 1, backend: str = "auto") -> None:
-        made, group = op.made, op.made.group
-        device, shape = group.device, made.config.shape if op.kind.name != "allreduce" else None
-        hidden = made.config.hidden if shape is None else shape.hidden
+        operator, group = op.operator, op.operator.group
+        device, shape = group.device, operator.config.shape if op.kind.name != "allreduce" else None
+        hidden = operator.config.hidden if shape is None else shape.hidden
         source = torch.Generator(device="cpu").manual_seed(100 * tokens)
         self.op, self.calls, self.backend, self.device = op, calls, backend, device
         self.base = torch.randint(0, 99, (tokens, hidden), generator=source).to(device)
@@ -159,9 +159,9 @@ class Step:
         self.alive = torch.ones(group.size, dtype=torch.bool, device=device)
         self.out = torch.empty((tokens, hidden), dtype=torch.bfloat16, device=device)
         self.weight = torch.ones(hidden, dtype=torch.bfloat16, device=device)
-        self.groups = ExpertGroups(made) if op.kind is STEPPED[SEND] else None
+        self.groups = ExpertGroups(operator) if op.kind is STEPPED[SEND] else None
         if shape is not None:
-            self.owners = torch.tensor(made.placement.ranks, device=device)
+            self.owners = torch.tensor(operator.placement.ranks, device=device)
             source.manual_seed(group.rank)
             scores = torch.rand((tokens, shape.experts), generator=source)
             self.experts = scores.topk(shape.top_k, dim=1).indices.to(device)
@@ -186,17 +186,17 @@ class Step:
         return (self.base + self.turn + 5 * rank) % (2 * LARGEST + 1) - LARGEST
 
     def _sum(self) -> None:
-        made = self.op.made
+        operator = self.op.operator
         residual = self._rows(99).bfloat16()
-        got = made.fused(
-            self._rows(made.group.rank).bfloat16(),
+        got = operator.fused(
+            self._rows(operator.group.rank).bfloat16(),
             residual=residual,
             weight=self.weight,
             out=self.out,
             backend=self.backend,
         )
         total = torch.zeros_like(self.base)
-        for rank in range(made.group.size):
+        for rank in range(operator.group.size):
             total += self._rows(rank) * self.alive[rank]
         rows = (total + residual).float()
         norm = rows / rows.square().mean(dim=1, keepdim=True).sqrt()
@@ -204,18 +204,18 @@ class Step:
         self.wrong += (self.out != total).sum() + (got.residual != rows).sum() + off.sum()
 
     def _round(self) -> None:
-        made, kind = self.op.made, self.op.kind
-        x = self._rows(made.group.rank).bfloat16()
+        operator, kind = self.op.operator, self.op.kind
+        x = self._rows(operator.group.rank).bfloat16()
         ids = (self.experts + self.turn) % len(self.owners)
         weights = (1 + ids % 2).float()
-        got = made.dispatch(x, ids, weights)
+        got = operator.dispatch(x, ids, weights)
         if self.groups is not None:
             self.groups.send(self.groups.gather(got).x.clone())
-            made.combine_recv(out=self.out)
+            operator.combine_recv(out=self.out)
         else:
             self.op.combine(got, ids, weights, self.out)
         owners, total = self.owners[ids], torch.zeros(x.shape, device=self.device)
-        for rank in range(made.group.size):
+        for rank in range(operator.group.size):
             chosen = (owners == rank) & self.alive[rank]
             row = x.float() * (weights * chosen).sum(dim=1, keepdim=True)
             if kind.options.get("combine_dtype") == "fp8":
@@ -225,7 +225,7 @@ class Step:
 
     def check(self) -> None:
         synchronize(self.device)
-        self.op.made.check()
+        self.op.operator.check()
         assert int(self.wrong) == 0, f"{int(self.wrong)} wrong words"
 
 
@@ -250,31 +250,31 @@ class Subject(Opened):
     form: str = "oneshot"
 
     def __exit__(self, *error: Any) -> None:
-        for operator in (self.made, *self.beside):
+        for operator in (self.operator, *self.beside):
             operator.__exit__(*error)
 
     def rounds(self, count: int, living: Sequence[int], *, checks: bool = True) -> None:
         for seed in range(count):
             self.play(seed, living)
             if checks:
-                self.made.check()
+                self.operator.check()
 
     def emulate(self, defines: Sequence[str] = ()) -> None:
         """Run the CUDA kernels in the emulator from now on."""
-        made, config = self.made, self.made.config
-        if isinstance(made, weft.AllReduce):
-            made._kernels = entries = EmulatedEntries(compile_emulated(config, defines=defines))
+        operator, config = self.operator, self.operator.config
+        if isinstance(operator, weft.AllReduce):
+            operator._kernels = entries = EmulatedEntries(compile_emulated(config, defines=defines))
             entries.forms["oneshot"] = self.form
             for tokens in (1, 3, 5, MOST_SUMMED):
                 ctas = min(tokens, 4) if self.form == "oneshot_resident" else tokens
                 # A thread for each rank, as plans have.
                 entries.plans["oneshot", tokens] = ReducePlan(ctas, -(-config.ranks // 32) * 32, 1)
-        elif isinstance(made, weft.AllToAll):
+        elif isinstance(operator, weft.AllToAll):
             library = compile_alltoall(config.shape, defines=defines)
-            made._local.kernels = EmulatedAllToAll(library, config.shape, made.rank)
+            operator._local.kernels = EmulatedAllToAll(library, config.shape, operator.rank)
         else:
             library = compile_low(config.shape, defines=defines)
-            made._local.kernels = EmulatedLow(library, config.shape)
+            operator._local.kernels = EmulatedLow(library, config.shape)
 
 
 def by_rank(group: weft.Group, way: str, case: Round = CASE, **more: Any) -> Subject:

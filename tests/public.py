@@ -32,7 +32,7 @@ Results = list[torch.Tensor]
 
 
 @dataclass
-class Made:
+class PublicObject:
     """A constructed object, one call of it, and the way to release it.
 
     call: returns copies of all that came out, so nothing that it returns shows a heap.
@@ -71,7 +71,7 @@ def all_to_all(group: weft.Group, **options: Any) -> weft.AllToAll:
     return weft.AllToAll(group, **SIZES, **options)
 
 
-def rank_major(group: weft.Group, **options: Any) -> Made:
+def rank_major(group: weft.Group, **options: Any) -> PublicObject:
     a2a, (x, ids, weights) = all_to_all(group, **options), tokens(group)
     split_phase = options.get("split_phase", False)
     pushes = options.get("combine") == "gemm_push"
@@ -103,10 +103,10 @@ def rank_major(group: weft.Group, **options: Any) -> Made:
             return [*seen, a2a.combine_recv()]
         return [*seen, a2a.combine(y)]
 
-    return Made(a2a, call, a2a.close, [] if groups is None else [groups])
+    return PublicObject(a2a, call, a2a.close, [] if groups is None else [groups])
 
 
-def grouping(group: weft.Group) -> Made:
+def grouping(group: weft.Group) -> PublicObject:
     a2a, (x, ids, weights) = all_to_all(group), tokens(group)
     groups = weft.ExpertGroups(a2a, align=4)
 
@@ -116,10 +116,10 @@ def grouping(group: weft.Group) -> Made:
         groups.scatter(packed.x.clone())
         return [*clone_all(packed.x, packed.counts, packed.slot), a2a.combine()]
 
-    return Made(groups, call, a2a.close, [groups])
+    return PublicObject(groups, call, a2a.close, [groups])
 
 
-def expert_major(group: weft.Group, **options: Any) -> Made:
+def expert_major(group: weft.Group, **options: Any) -> PublicObject:
     x, ids, weights = tokens(group)
     a2a = weft.LowLatencyAllToAll(group, **SIZES, **options)
     split_phase = options.get("split_phase", False)
@@ -138,11 +138,11 @@ def expert_major(group: weft.Group, **options: Any) -> Made:
             return [*seen, out]
         return [*seen, a2a.combine(y, ids, weights, rows.handle)]
 
-    return Made(a2a, call, a2a.close)
+    return PublicObject(a2a, call, a2a.close)
 
 
-def reduce(group: weft.Group, backend: str) -> Made:
-    made = weft.AllReduce(group, max_tokens=MOST, hidden=HIDDEN)
+def reduce(group: weft.Group, backend: str) -> PublicObject:
+    operator = weft.AllReduce(group, max_tokens=MOST, hidden=HIDDEN)
     x, shared = random_rows(group, 6, HIDDEN).bfloat16(), torch.Generator(device="cpu")
     draw: dict[str, Any] = {"generator": shared.manual_seed(9), "dtype": torch.float32}
     residual = torch.randn((7, HIDDEN), **draw, device=CPU)
@@ -151,43 +151,47 @@ def reduce(group: weft.Group, backend: str) -> Made:
     def call() -> Results:
         outs: Results = []
         for quant in (None, weft.FP8Token(), weft.FP8Group(128), weft.FP8Group(128, scale="ue8m0")):
-            result = made.fused(x, residual=residual, weight=weight, quant=quant, backend=backend)
+            result = operator.fused(
+                x, residual=residual, weight=weight, quant=quant, backend=backend
+            )
             outs += clone_all(result.norm, result.residual, result.scale)
             outs += [] if result.quant is None else [result.quant.view(torch.uint8).clone()]
         return outs
 
-    return Made(made, call, made.close)
+    return PublicObject(operator, call, operator.close)
 
 
 def experts(group: weft.Group, *, fp8: bool) -> Callable[[tuple[int, ...]], ExpertWeights]:
     def stack(local: tuple[int, ...]) -> ExpertWeights:
-        made = [Expert.seeded(CONFIG, 100 + e) for e in local]
-        stacked = ExpertWeights.stack(CONFIG, made, group.device)
+        local_experts = [Expert.seeded(CONFIG, 100 + e) for e in local]
+        stacked = ExpertWeights.stack(CONFIG, local_experts, group.device)
         return stacked.to_fp8() if fp8 else stacked
 
     return stack
 
 
-def layer(group: weft.Group, mode: str, overlap: str, *, fp8: bool = False, **more: Any) -> Made:
+def layer(
+    group: weft.Group, mode: str, overlap: str, *, fp8: bool = False, **more: Any
+) -> PublicObject:
     shared: Any = Expert.seeded(CONFIG, 99, shared=True).to(group.device)
     if fp8:
         shared = FP8Expert.from_expert(shared)
     options: dict[str, Any] = {"max_tokens": MOST, "gemm": "grouped", "mode": mode, **more}
     weights = experts(group, fp8=fp8)
-    made = weft.MoE(group, CONFIG, weights, shared=shared, fp8=fp8, overlap=overlap, **options)
+    operator = weft.MoE(group, CONFIG, weights, shared=shared, fp8=fp8, overlap=overlap, **options)
     x, gate = tokens(group)[0], torch.ones((EXPERTS, HIDDEN), dtype=torch.float32, device=CPU)
     gate += torch.arange(EXPERTS, dtype=torch.float32, device=CPU)[:, None] / 7
     gate = gate.to(group.device)
 
     def call() -> Results:
-        out = made(x, router_logits(x, gate) + random_rows(group, len(x), EXPERTS, seed=2))
-        made.check()
+        out = operator(x, router_logits(x, gate) + random_rows(group, len(x), EXPERTS, seed=2))
+        operator.check()
         return [out]
 
-    return Made(made, call, made.close)
+    return PublicObject(operator, call, operator.close)
 
 
-def flashinfer_moe(group: weft.Group) -> Made:
+def flashinfer_moe(group: weft.Group) -> PublicObject:
     class Mapping:
         moe_ep_rank, moe_ep_size = group.rank, group.size
 
@@ -203,10 +207,10 @@ def flashinfer_moe(group: weft.Group) -> Made:
         y.copy_(planes[0])
         return [*seen, moe.combine(y, MOST, payload_in_workspace=True)]
 
-    return Made(moe, call, moe.close)
+    return PublicObject(moe, call, moe.close)
 
 
-def flashinfer_reduce(group: weft.Group) -> Made:
+def flashinfer_reduce(group: weft.Group) -> PublicObject:
     pattern = AllReduceFusionPattern
     workspace = create_allreduce_fusion_workspace(
         world_size=group.size, rank=group.rank, max_token_num=MOST, hidden_dim=HIDDEN,
@@ -227,73 +231,73 @@ def flashinfer_reduce(group: weft.Group) -> Made:
         added = allreduce_fusion(x, workspace, pattern.kMoEReductionARResidualRMSNorm, **norm)
         return [static.view(torch.uint8).clone(), added.clone()]
 
-    return Made(workspace, call, workspace.destroy)
+    return PublicObject(workspace, call, workspace.destroy)
 
 
-def buffer(group: weft.Group, *, hooks: bool, **options: Any) -> Made:
-    made, (x, ids, weights) = deep_ep.Buffer(group, low_latency_mode=True), tokens(group)
+def buffer(group: weft.Group, *, hooks: bool, **options: Any) -> PublicObject:
+    operator, (x, ids, weights) = deep_ep.Buffer(group, low_latency_mode=True), tokens(group)
 
     def call() -> Results:
-        numbers, counts, handle, _, hook = made.low_latency_dispatch(
+        numbers, counts, handle, _, hook = operator.low_latency_dispatch(
             x, ids, MOST, EXPERTS, return_recv_hook=hooks, **options
         )
         if hook is not None:
             hook()
         parts = (numbers,) if isinstance(numbers, torch.Tensor) else numbers
         seen = clone_all(parts[0].view(torch.uint8), *parts[1:], counts, *handle[:2])
-        y = made.get_next_low_latency_combine_buffer(handle)
+        y = operator.get_next_low_latency_combine_buffer(handle)
         y.copy_(parts[0].to(torch.bfloat16))
-        out, _, hook = made.low_latency_combine(y, ids, weights, handle, return_recv_hook=hooks)
+        out, _, hook = operator.low_latency_combine(y, ids, weights, handle, return_recv_hook=hooks)
         if hook is not None:
             hook()
         return [*seen, out]
 
-    return Made(made, call, made.destroy)
+    return PublicObject(operator, call, operator.destroy)
 
 
-def normal_buffer(group: weft.Group) -> Made:
-    made, (x, ids, weights) = deep_ep.Buffer(group), tokens(group)
+def normal_buffer(group: weft.Group) -> PublicObject:
+    operator, (x, ids, weights) = deep_ep.Buffer(group), tokens(group)
     numbers, scales = weft.reference.quantize(x, "fp8")
 
     def call() -> Results:
-        per_rank, _, per_expert, in_rank, _ = made.get_dispatch_layout(ids, EXPERTS)
+        per_rank, _, per_expert, in_rank, _ = operator.get_dispatch_layout(ids, EXPERTS)
         layout = (per_rank, None, in_rank, per_expert)
         seen: Results = [per_rank, per_expert, in_rank]
         count = 0
         for worst in (0, group.size * MOST):
-            rows, *routed, _, handle, _ = made.dispatch(
+            rows, *routed, _, handle, _ = operator.dispatch(
                 x, None, *layout, ids, weights, num_worst_tokens=worst
             )
             assert isinstance(rows, torch.Tensor)
             assert handle is not None
             count = count or len(rows)  # with a bound, the rows after these are unused
             seen += [each[:count] for each in (rows, *routed) if each is not None]
-            out, sums, _ = made.combine(rows, handle, routed[1], bias=(x, x))
+            out, sums, _ = operator.combine(rows, handle, routed[1], bias=(x, x))
             seen += clone_all(out, sums)
-        quantised, *_ = made.dispatch((numbers, scales), handle)
+        quantised, *_ = operator.dispatch((numbers, scales), handle)
         seen += [each[:count].view(torch.uint8) for each in quantised]
-        made.check()
+        operator.check()
         return seen
 
-    return Made(made, call, made.destroy)
+    return PublicObject(operator, call, operator.destroy)
 
 
-def triton_layer(group: weft.Group) -> Made:
-    made = triton_dist.EPLowLatencyAllToAllLayer(
+def triton_layer(group: weft.Group) -> PublicObject:
+    operator = triton_dist.EPLowLatencyAllToAllLayer(
         MOST, HIDDEN, TOP_K, True, group.rank, EXPERTS, group.size, group.size, group=group
     )
     x, ids, weights = tokens(group)
 
     def call() -> Results:
-        rows, scales, counts, meta = made.dispatch(x, None, ids)
+        rows, scales, counts, meta = operator.dispatch(x, None, ids)
         seen = clone_all(rows.view(torch.uint8), scales, counts, meta.recv_token_source_indices)
         y = rows.to(torch.bfloat16)
-        return [*seen, made.combine(y, ids, weights, meta)]
+        return [*seen, operator.combine(y, ids, weights, meta)]
 
-    return Made(made, call, made.finalize)
+    return PublicObject(operator, call, operator.finalize)
 
 
-def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
+def modes() -> Iterator[tuple[str, Callable[[weft.Group], PublicObject]]]:
     for way in ("pull", "push", "fp8"):
         yield f"AllToAll {way}", partial(rank_major, **combine_options(way))
     yield "AllToAll choices", partial(rank_major, combine="gemm_push", split_phase=True)

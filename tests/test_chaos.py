@@ -144,7 +144,7 @@ class Rank:
         names = {"alltoall": "pull", "lowlatency": "low latency", "reduce": "all-reduce"}
         for kind, name in names.items():
             self.subjects[kind] = stack.enter_context(SUBJECTS[name](group, **points))
-            self.operators[kind] = self.subjects[kind].made
+            self.operators[kind] = self.subjects[kind].operator
         layer = open_layer(group, LAYER, THRICE, **WAYS[self.plan.way], **more)
         self.operators["layer"] = stack.enter_context(layer)
         group.timeout = CALL

@@ -80,7 +80,7 @@ def test_72_ranks_and_a_death_among_them(group: weft.Group) -> None:
         for subject in subjects:
             subject.play(1, recovery.living)
             with suppress(BadExpertId):  # of ids that went to the dead rank's experts
-                subject.made.check()
+                subject.operator.check()
 
 
 def run_emulated(
@@ -90,13 +90,13 @@ def run_emulated(
         everyone.wait()
         if group.rank in LIVING:
             group._roster.remove(set(range(RANKS)) - set(LIVING))  # threads cannot recover
-            subject.made.quiesce()
+            subject.operator.quiesce()
             few.wait()
-            subject.made.restart(group.living_mask)
+            subject.operator.restart(group.living_mask)
             subject.emulate(defines=WIDE)
             few.wait()
             subject.rounds(2, LIVING, checks=False)
-        drop_refusals(subject.made)
+        drop_refusals(subject.operator)
         everyone.wait()
 
 

@@ -92,7 +92,7 @@ def in_a_child(op: Operator) -> list[str]:
     child = os.fork()
     if child == 0:
         words = []
-        for use in (lambda: op.round(7.0), lambda: op.made.close()):
+        for use in (lambda: op.round(7.0), lambda: op.operator.close()):
             try:
                 use()
                 words.append("done")
@@ -117,13 +117,13 @@ def test_any_thread_may_close_while_a_call_waits(group, name):
         group.barrier()
         with pytest.raises(PeerLeft, match="rank 0"):
             op.rounds(2)  # what rank 0 had sent may be enough for a first one
-        op.made.close()
+        op.operator.close()
         return
 
     def watchdog() -> None:
-        while not op.made._busy.locked():
+        while not op.operator._busy.locked():
             pass
-        op.made.close()
+        op.operator.close()
 
     thread = threading.Thread(target=watchdog)
     thread.start()

@@ -77,7 +77,7 @@ class Case:
             live[start : start + count] = True
         return live
 
-    def make(self, device: str = "cpu") -> Made:
+    def make(self, device: str = "cpu") -> CaseTensors:
         seed = torch.Generator().manual_seed(self.seed)
         experts, live = len(self.counts), self.live()
         x = torch.randn(self.rows, self.k, generator=seed) * 2
@@ -116,7 +116,7 @@ class Case:
         else:
             inputs["offsets"] = torch.tensor(self.starts, dtype=torch.int32)
         moved = {name: tensor.to(device) for name, tensor in inputs.items()}
-        return Made(self, a.to(device), b.to(device), moved, wide)
+        return CaseTensors(self, a.to(device), b.to(device), moved, wide)
 
 
 def shape_of(case: Case, block_m: int, epilogue: str, **more: Any) -> GemmShape:
@@ -132,7 +132,7 @@ def shape_of(case: Case, block_m: int, epilogue: str, **more: Any) -> GemmShape:
     return GemmShape(*sizes, epilogue, **(inputs | more))
 
 
-def every_exponent(device: str = "cpu") -> Made:
+def every_exponent(device: str = "cpu") -> CaseTensors:
     """Return MXFP4 operands in which row r multiplies only the weights' blocks of exponent r.
 
     Exponents go down to 2^-14.
@@ -173,7 +173,7 @@ def decode_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Made:
+class CaseTensors:
     """Tensors of a case.
 
     wide: float64 `[experts, n, k]`, what MXFP4 weights are.

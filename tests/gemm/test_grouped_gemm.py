@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gemm.cases import CASES, LARGE, UNTOUCHED, Case, Made, Output, gated
+from tests.gemm.cases import CASES, LARGE, UNTOUCHED, Case, CaseTensors, Output, gated
 from weft.gemm import (
     STORE,
     Epilogue,
@@ -61,7 +61,7 @@ by_kernel = pytest.mark.parametrize("device", [*([HOST] if INTERPRETED else []),
 by_reference = pytest.mark.skipif(INTERPRETED, reason="of the reference alone")
 
 
-def make(case: Case, device: str) -> Made:
+def make(case: Case, device: str) -> CaseTensors:
     return case.make("cuda" if device == "cuda" else "cpu")
 
 
@@ -124,7 +124,7 @@ def kernel(device: str) -> Iterator[None]:
 
 
 def agreed(
-    made: Made, wanted: torch.Tensor, epilogue: Epilogue, tile: GemmPlan | None, device: str
+    made: CaseTensors, wanted: torch.Tensor, epilogue: Epilogue, tile: GemmPlan | None, device: str
 ) -> Output:
     """Return the result of a call after comparing it with the oracle."""
     with kernel(device):
@@ -180,7 +180,7 @@ def test_quantising_has_the_bits_of_the_reference(device: str):
     made.a[3, 0], made.a[5, 0] = torch.nan, torch.inf  # rows that are broken
     inputs = {name: tensor.cpu() for name, tensor in made.given.items()}
     gating = GatedQuant(alpha=0.0, offset=0.5)
-    theirs = Made(made.case, made.a.cpu(), made.b.cpu(), inputs).call(gating)
+    theirs = CaseTensors(made.case, made.a.cpu(), made.b.cpu(), inputs).call(gating)
     assert theirs.scales is not None
     assert bool(theirs.scales[[3, 5]].isnan().all())
     assert bool((theirs.scales[:3, 0] == 0).all())

@@ -22,7 +22,7 @@ from tests.gemm.cases import (
     LARGE,
     UNTOUCHED,
     Case,
-    Made,
+    CaseTensors,
     decode_mxfp4,
     every_exponent,
     gated,
@@ -186,7 +186,7 @@ def test_rows_are_those_of_the_oracle(hopper: Hopper, name: str, epilogue: str):
         assert not on_gpu or ours.same_bits(first), rows
 
 
-def exact(made: Made, block_m: int) -> None:
+def exact(made: CaseTensors, block_m: int) -> None:
     """Assert that rows are the oracle's, rounded once, and that other rows are unchanged."""
     case = made.case
     live, wide = case.live(), made.oracle()
@@ -200,7 +200,7 @@ def test_every_number_at_every_exponent(hopper: Hopper):
     exact(every_exponent(hopper.device), 32)
 
 
-def integer_operands(case: Case) -> Made:
+def integer_operands(case: Case) -> CaseTensors:
     """Return operands whose sums are exact in fp32, in any order."""
     made, seed = case.make(), torch.Generator().manual_seed(3)
     live = case.live().view(made.a.shape[:-1])

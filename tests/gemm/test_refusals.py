@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gemm.cases import Case, Made
+from tests.gemm.cases import Case, CaseTensors
 from tests.gemm.test_prepared import record_launches
 from weft.errors import InvalidArgument
 from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
@@ -19,10 +19,10 @@ from weft.gemm.config import FP8
 from weft.gemm.triton_launch import check_plan
 from weft.moe import Gating
 
-Change = Callable[[Made], dict[str, Any]]
+Change = Callable[[CaseTensors], dict[str, Any]]
 
 
-def push(made: Made, dtype: torch.dtype | None = None, **kwargs: Any) -> dict[str, Any]:
+def push(made: CaseTensors, dtype: torch.dtype | None = None, **kwargs: Any) -> dict[str, Any]:
     return {"epilogue": Push(torch.zeros(made.case.rows, dtype=torch.int64), dtype, **kwargs)}
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import weft
-from tests.public import HIDDEN, MODES, MOST, SIZES, Made, all_to_all
+from tests.public import HIDDEN, MODES, MOST, SIZES, PublicObject, all_to_all
 from weft.cuda.driver import relaxed_capture
 from weft.errors import WeftError
 
@@ -68,7 +68,7 @@ def run(where: str, step: Callable[[], None]) -> None:
         pool.submit(body).result()
 
 
-def release(how: str, box: list[Made]) -> None:
+def release(how: str, box: list[PublicObject]) -> None:
     if how == "close":
         box[0].give_back()
     elif how == "abort":

@@ -45,12 +45,12 @@ def steps_of(
 ) -> list[Step]:
     kind = STEPPED[name]
     op = kind.open(group, max_tokens=max(sizes) + 31, timeout=30.0, **OPTIONS[kind.name] | more)
-    backends = op.made.backends if kind.name == "allreduce" else ("auto",)
+    backends = op.operator.backends if kind.name == "allreduce" else ("auto",)
     return [
         Step(op, tokens, calls=5 if tokens < 20 else 2, backend=backend)
         for tokens in sizes
         for backend in backends
-        if backend != "oneshot" or tokens <= op.made.config.direct
+        if backend != "oneshot" or tokens <= op.operator.config.direct
     ]
 
 

@@ -43,7 +43,7 @@ def opened(group: weft.Group, name: str, **more: Any) -> Step:
 
 def die_during_replay(step: Step, replay: Callable[[], None], rank: int, folder: Path) -> float:
     """Kill `rank` during replay; return the time of death after the others noticed it."""
-    group, moment = step.op.made.group, folder / f"moment {rank}"
+    group, moment = step.op.operator.group, folder / f"moment {rank}"
     group.barrier(timeout=PATIENCE)
     if group.rank == rank:
 
@@ -67,11 +67,11 @@ def replay_until(deadline: float, step: Step, replay: Callable[[], None]) -> Non
         replay()
         if step.device.type == "cuda":
             torch.cuda.synchronize()
-        step.op.made.check()
+        step.op.operator.check()
 
 
 def hold(step: Step, replay: Callable[[], None], turn: int) -> None:
-    step.reset(turn, step.op.made.group.living)
+    step.reset(turn, step.op.operator.group.living)
     for _ in range(3):
         replay()
     if step.device.type == "cuda":
@@ -89,7 +89,7 @@ def test_a_graph_works_after_a_recovery(
     with step.op as op:
         replay = capture_body(group, step)
         hold(step, replay, 1)
-        op.made.check()
+        op.operator.check()
         for dies in ORDER:
             killed = die_during_replay(step, replay, dies, tmp_path)
             survivors.lose(dies)
@@ -97,10 +97,10 @@ def test_a_graph_works_after_a_recovery(
             print(f"{name}: rank {group.rank} right {time.monotonic() - killed:.3f} s after")
             if name != "oneshot":
                 with pytest.raises(BadExpertId, match=f"expert of rank {dies}, which has exited"):
-                    op.made.check()
+                    op.operator.check()
             hold(step, step, 6 + dies)  # eager calls, between replays
             hold(step, replay, 9 + dies)
-            op.made.check()
+            op.operator.check()
         survivors.barrier()
 
 

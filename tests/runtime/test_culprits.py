@@ -60,10 +60,10 @@ def test_every_survivor_names_the_rank_that_died_at_any_point(group, kind, point
         op.round()
         group.barrier()
         if group.rank == victim:
-            plan_fault(op.made, point, DIE, peer=peer)
+            plan_fault(op.operator, point, DIE, peer=peer)
         with raises_soon(PeerDied, f"^rank {group.rank}, ", SOON) as caught:
             op.rounds(3)  # a rank that dies after its last flag is missed in the round after
-        assert op.made.history(victim)[0].epoch == 1, "its history stays"
+        assert op.operator.history(victim)[0].epoch == 1, "its history stays"
         assert blamed(str(caught.value)) == victim
 
 
@@ -74,7 +74,7 @@ def test_a_killed_rank_is_noticed_without_a_deadline(group, kind, first):
     with KINDS[kind].open(group) as op:
         if not first:
             op.rounds(RING_RECORDS // 2 + 2)  # the ring holds records of other epochs
-            hurry(op.made, SOON)
+            hurry(op.operator, SOON)
         group.barrier()
         if group.rank == 1:
             die()
@@ -95,10 +95,10 @@ def leave(group: weft.Group, kind: str, how: str) -> str:
             if how == "raise":
                 raise ValueError("no such expert")
             if how in ("close", "skip"):
-                op.made.close()
+                op.operator.close()
             if how == "middle" and kind != "twoshot":  # a dispatch that no combine follows
                 ids = torch.zeros((0, TOP_K), dtype=torch.int64, device=group.device)
-                op.made.dispatch(torch.zeros((0, HIDDEN), device=group.device).bfloat16(), ids)
+                op.operator.dispatch(torch.zeros((0, HIDDEN), device=group.device).bfloat16(), ids)
             return ""
         with raises_soon(PeerLeft, "", SOON) as caught:
             op.round()
@@ -170,9 +170,9 @@ def test_an_absent_rank_is_named_within_the_deadline(group: weft.Group, name: st
     for point, phase in points.items():
         with kind.open(group, faults=True) as op:
             op.round()
-            hurry(op.made, 1.0)
+            hurry(op.operator, 1.0)
             if group.rank == 1:
-                plan_fault(op.made, point, faults.STAY_AWAY)
+                plan_fault(op.operator, point, faults.STAY_AWAY)
             group.barrier()
             start, text = time.monotonic(), ""
             try:
@@ -209,7 +209,7 @@ def test_delays_at_every_point_change_no_byte(group: weft.Group, name: str) -> N
     with SUBJECTS[name](group, _defines=faults.FAULTS) as subject:
         for point in range(faults.DISPATCH_ENTER, faults.BEFORE_READ + 1):
             if group.rank == point % group.size:
-                plan_fault(subject.made, point, faults.JITTER, argument=400_000)
+                plan_fault(subject.operator, point, faults.JITTER, argument=400_000)
             subject.rounds(12, range(group.size))
 
 
@@ -220,7 +220,7 @@ def test_a_late_rank_is_waited_for_and_the_first_round_has_a_deadline(group, nam
     with kind.open(group, faults=True) as op:
         op.round()  # a GPU loads torch's kernels at their first call, which takes long
         if group.rank == 1:
-            plan_fault(op.made, point, faults.DELAY, epoch=2, argument=300_000_000)
+            plan_fault(op.operator, point, faults.DELAY, epoch=2, argument=300_000_000)
         start = time.monotonic()
         op.round()
         assert 0.25 < time.monotonic() - start < 100.0
@@ -262,7 +262,7 @@ def test_another_geometry_is_detected_in_band(group, name):
     with KINDS[name].open(group, faults=True) as op:
         op.round()
         if group.rank == 2:
-            plan_fault(op.made, faults.BEFORE_FLAG, faults.LIE, peer=0)
+            plan_fault(op.operator, faults.BEFORE_FLAG, faults.LIE, peer=0)
         text = "^rank 0, dispatch: rank 2 made a different call from this rank, which called with"
         told = pytest.raises(errors.GeometryMismatch, match=text)
         with contextlib.suppress(errors.GroupError) if group.rank else told:
@@ -282,11 +282,11 @@ def test_abort_ends_the_waits_of_all_ranks_at_once(group: weft.Group, name: str)
                 group.barrier()
             elif group.rank == 0 and not asker_waits:
                 time.sleep(0.3)
-                op.made.abort()
+                op.operator.abort()
                 group.barrier()
             else:
                 if group.rank == 0:
-                    threading.Timer(0.3, op.made.abort).start()
+                    threading.Timer(0.3, op.operator.abort).start()
                 with pytest.raises(Aborted):
                     op.round()
                 group.barrier()

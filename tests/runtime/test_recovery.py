@@ -15,6 +15,7 @@ import weft
 from tests import faults
 from tests.baseline import die
 from tests.operators import EMULATED, KINDS, SUBJECTS, Operator
+from tests.patience import SECONDS
 from tests.ranks import on_ranks
 from tests.recovery import Survivors, plan_death, run_until_broken
 from tests.sums import Sum, play
@@ -46,7 +47,7 @@ def lose_one_by_one(group, name, points):
     with SUBJECTS[name](group, **({} if emulated else {"_defines": faults.FAULTS})) as subject:
         if emulated:
             subject.emulate()
-        made, sums = subject.made, isinstance(subject.made, weft.AllReduce)
+        made, sums = subject.operator, isinstance(subject.operator, weft.AllReduce)
         subject.rounds(4, survivors.ranks)
         for dies, point in zip(ORDER, points, strict=False):
             survivors.barrier()
@@ -114,7 +115,7 @@ def kill(survivors: Survivors, op: Operator, *dies: int) -> None:
     if survivors.group.rank in dies:
         die()
     run_until_broken(lambda: op.round())
-    survivors.lose(*dies, sealed=[op.made])
+    survivors.lose(*dies, sealed=[op.operator])
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -129,12 +130,12 @@ def test_many_rounds_after_two_deaths(group: weft.Group, kind: str) -> None:
             assert bool((first == 3.0 * len(survivors.ranks)).all())
         else:
             with pytest.raises(BadExpertId, match="which has exited"):
-                op.made.check()
+                op.operator.check()
         for _ in range(rounds):
             last = op.enqueue(3.0)
         assert torch.equal(first, last)
-        op.made.check()
-        assert op.made.count_finished_rounds() == rounds + 1
+        op.operator.check()
+        assert op.operator.count_finished_rounds() == rounds + 1
         survivors.barrier()
 
 
@@ -152,10 +153,13 @@ def test_a_rank_that_recovers_ends_its_own_calls_and_its_peers(group: weft.Group
                 except BaseException as error:
                     errors.append(error)
 
+            clock = op.operator.read_own_header().waiting_ns
             thread = threading.Thread(target=wait)
             thread.start()
-            time.sleep(0.2)
-            op.made.quiesce()
+            until = time.monotonic() + SECONDS
+            while op.operator.read_own_header().waiting_ns == clock and time.monotonic() < until:
+                time.sleep(0.01)  # until the call waits for its peers
+            op.operator.quiesce()
             thread.join(60.0)
             assert isinstance(errors[0], Aborted)
             with pytest.raises(Aborted):

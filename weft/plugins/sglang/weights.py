@@ -42,7 +42,7 @@ def build_layer(fused: Any) -> Layer:
 def unify_mxfp4(fused: Any) -> None:
     """Convert a layer's MXFP4 experts to uint8, if SGLang's FP8 method loaded them (DeepSeek-V4).
 
-    It has values as int8 and scales as float32, which are powers of two.
+    That method loads values as int8, and the powers of two that are scales as float32.
 
     Raises:
         InvalidArgument: A scale is not a power of two.

@@ -14,6 +14,7 @@ from weft.moe.experts.quantize import convert_to_fp8
 from weft.plugins.weights import Layer, build_layer_error, refuse_loads
 from weft.shape import FP8_BLOCK
 
+MXFP8_BLOCK = 32  # columns per scale
 EXCHANGE_FIX = "use WEFT_VLLM=exchange, where vLLM computes the experts"
 
 
@@ -39,9 +40,6 @@ def build_layer(experts: Any) -> Layer:
         interleaved=experts.activation.value == "swigluoai",
         bias="bias" if config.has_bias else "",
     )
-
-
-MXFP8_BLOCK = 32  # columns per scale
 
 
 def convert_mxfp8(experts: Any) -> None:
