@@ -40,7 +40,7 @@ ELSEWHERE = {
     "Group.attach": "tests/runtime/test_culprits.py",
     "Group.recover": "tests/group/test_recovery.py",
     **dict.fromkeys(
-        ("Group.replace", "Group.join", "Group.enter"), "tests/group/test_replacement.py"
+        ("Group.for_replacement", "Group.join", "Group.replace"), "tests/group/test_replacement.py"
     ),
     "Group.pid": "tests/runtime/test_culprits.py",
     "ExpertWeights.from_mxfp4": "tests/moe/test_mxfp4.py",

@@ -128,10 +128,11 @@ def newcomer(address: str, rank: int, name: str, kind: str) -> None:
     if kind == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    group = weft.Group.join(address, rank=rank, size=RANKS, device=device, timeout=PATIENCE)
+    group = weft.Group.for_replacement(rank=rank, size=RANKS, device=device, timeout=PATIENCE)
     step = opened(group, name)
-    group.enter(timeout=PATIENCE)
-    hold(step, capture_body(group, step), 3)
+    replay = capture_body(group, step)  # alone
+    group.join(address, timeout=PATIENCE)
+    hold(step, replay, 3)
     group.barrier()
 
 
@@ -153,10 +154,6 @@ def test_a_graph_works_after_a_replacement(
     process = start(newcomer, meeting.address, VICTIM, name, device) if group.rank == 0 else None
     group.replace(meeting, timeout=PATIENCE)
     print(f"{name}: recovered in {result.seconds} s, replaced in {time.monotonic() - began:.1f} s")
-    step.reset(0, group.living)
-    step()  # the new process warms up
-    group.barrier()
-    group.barrier()  # and captures its graph
     hold(step, replay, 3)
     group.barrier()
     assert process is None or process.wait(PATIENCE) == 0

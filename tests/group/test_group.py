@@ -175,7 +175,11 @@ def test_a_forked_child_leaves_the_group_alone(group):
     meeting = group.open_meeting()
     child = os.fork()
     if child == 0:
-        calls = (group.barrier, group.enter, partial(group.recover, suspects=[1 - group.rank]))
+        calls = (
+            group.barrier,
+            partial(group.replace, meeting),
+            partial(group.recover, suspects=[1 - group.rank]),
+        )
         code = 0 if {call_outcome(call)[0] for call in calls} == {"OutOfOrder"} else 1
         group.abort("it is no rank")
         group.close()

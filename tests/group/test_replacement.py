@@ -89,8 +89,8 @@ def lose_and_begin(group, body, *args):
     return operator, *begin(group, body, 3, *args)
 
 
-def join(address, rank):
-    return weft.Group.join(address, rank=rank, size=4, device="cpu", timeout=LONG)
+def alone(rank):
+    return weft.Group.for_replacement(rank=rank, size=4, device="cpu", timeout=LONG)
 
 
 def fill(group, heap, value):
@@ -103,9 +103,11 @@ def fill(group, heap, value):
 
 
 def newcomer(address, rank):
-    with join(address, rank) as group:
-        first, second = Operator(group), Operator(group)
-        group.enter(timeout=LONG)
+    with alone(rank) as group:
+        assert group.living == (rank,)
+        first, closed, second = (Operator(group) for _ in range(3))
+        closed.heap.close()
+        group.join(address, timeout=LONG)
         group.barrier()
         for operator in (first, second):
             fill(group, operator.heap, 10)
@@ -129,6 +131,10 @@ def test_new_processes_replace_the_dead(group, victims):
     processes = []
     if group.rank == group.living[0]:
         processes = [fork(newcomer, meeting.address, rank) for rank in victims]
+    waiting = set() if group.rank == meeting.hub else set(victims)
+    while waiting < set(victims):  # the others wait in `replace`
+        waiting = meeting.find_waiting_ranks()
+    assert meeting.hub == group.living[0]
     group.replace(meeting, timeout=LONG)
     assert group.living == (0, 1, 2, 3)
     assert shares_mapped() == before
@@ -146,14 +152,16 @@ def test_new_processes_replace_the_dead(group, victims):
 
 
 def lives_on(address, rank, dies_when=""):
-    group = join(address, rank)
-    for step in ("joined", "made", "entered"):
-        if step == "made":
-            operator = Operator(group)
-        elif step == "entered":
-            group.enter(timeout=LONG)
-        if step == dies_when:
-            die()
+    group = alone(rank)
+    operator = Operator(group)
+    if dies_when == "waits":  # the survivors have not begun to replace it
+        threading.Timer(1.0, die).start()
+    elif dies_when == "joins":
+        patched: Any = operator
+        patched.quiesce = die
+    group.join(address, timeout=LONG)
+    if dies_when == "joined":
+        die()
     group.barrier()
     assert ("recover", 0b1111) in operator.asked
 
@@ -166,7 +174,7 @@ def take_in(group, operator):
     end_well(process)
 
 
-@pytest.mark.parametrize("when", ["joined", "made", "entered"])
+@pytest.mark.parametrize("when", ["waits", "joins", "joined"])
 @on_four(dies=[3])
 def test_a_replacement_that_dies_is_replaced(group, when):
     operator, meeting, _ = lose_and_begin(group, lives_on, when)
@@ -187,7 +195,9 @@ def meets_some(address, rank, how):
             die() if how == "dies" else stop()
 
     plane._send = one_part
-    join(address, rank)
+    group = alone(rank)
+    _ = Operator(group)
+    group.join(address, timeout=LONG)
 
 
 def start_may_take_long():
@@ -288,18 +298,31 @@ def test_an_interrupted_survivor_continues_without_a_leak(group, where):
     assert open_files() - before == (-1 if group.rank == 0 else 0)  # which had the listener
 
 
-def of_other_sizes(address, rank):
-    assert call_outcome(Heap.create, join(address, rank), 8192)[0] == "GeometryMismatch"
+def of_other_sizes(address, rank, sizes, num_closed):
+    group = alone(rank)
+    heaps = [Heap.create(group, size) for size in sizes]
+    for heap in heaps[:num_closed]:
+        heap.close()
+    assert call_outcome(group.recover)[0] == "OutOfOrder"
+    assert call_outcome(group.join, address)[0] == "GeometryMismatch"
+    assert call_outcome(group.join, address)[0] == "OutOfOrder"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "num_closed", "text"),
+    [
+        ([64, 8192], 1, "rank 0 has size=4096 and rank 1 has size=8192"),
+        ([4096], 0, "the generation of an object differs: rank 0 has 2 and rank 1 has 1; create"),
+        ([64, 4096], 0, "the number of open objects differs: rank 0 has 1 and rank 1 has 2"),
+    ],
+)
 @on_four(dies=[1])
-def test_a_replacement_with_other_operators_is_refused_with_both_values(group):
+def test_a_replacement_with_other_objects_is_refused(group, sizes, num_closed, text):
+    Heap.create(group, 64).close()
     heap = Heap.create(group, 4096)
     lose(group, 1)
-    meeting, process = begin(group, of_other_sizes, 1)
-    with pytest.raises(
-        errors.GeometryMismatch, match="rank 0 has size=4096 and rank 1 has size=8192"
-    ):
+    meeting, process = begin(group, of_other_sizes, 1, sizes, num_closed)
+    with pytest.raises(errors.GeometryMismatch, match=text):
         group.replace(meeting, timeout=LONG)
     end_well(process)
     heap.close()
@@ -335,7 +358,7 @@ def test_a_death_in_the_meeting_is_reported_despite_a_forked_child(group, tmp_pa
 
 
 def is_one_too_many(address, rank):
-    assert call_outcome(join, address, rank)[0] == "RendezvousFailed"
+    assert call_outcome(alone(rank).join, address)[0] == "RendezvousFailed"
 
 
 @on_four(dies=[1])
@@ -416,13 +439,18 @@ class Objects:
 
 
 def works(address, rank):
-    """Construct the open objects in the order in which they were opened."""
-    group = join(address, rank)
+    """Construct the survivors' objects in the same order, also the closed ones."""
+    group = alone(rank)
     objects = Objects(group)
-    for name, (kind, elder, _, place) in PLAN.items():
-        if place is not None:
-            objects.make(name, kind, elder, place)
-    group.enter(timeout=LONG)
+    for name, (kind, elder, place, last) in PLAN.items():
+        objects.make(name, kind, elder, place if last is None else last)
+    for name, (_, _, _, last) in PLAN.items():
+        if last is None:
+            objects.open.pop(name).close()
+    for called in objects.callables().values():
+        if isinstance(called, weft.MoE):  # runs rounds alone, as engines do in captures
+            called(*LAYER.next(seed=0).inputs_of(rank, torch.device("cpu")))
+    group.join(address, timeout=LONG)
     objects.work()
     group.barrier()
 
@@ -462,17 +490,20 @@ def test_all_objects_work_with_a_replacement(group):
 @on_ranks(2, "cpu")
 def test_invalid_arguments_are_refused(group):
     place: Any = Meeting(0, b"")
-    enter_as: Any = partial(weft.Group.join, place, device="cpu", rank=0)
+    make: Any = partial(weft.Group.for_replacement, device="cpu", rank=0)
     for text, call in (
         ("meeting is 'x'", partial(group.replace, "x")),
         (r"suspects\[0\] is 2; .*0\.\.1", partial(group.recover, suspects=[2])),
         ("suspects is 1", partial(group.recover, suspects=1)),
         ("timeout is 0", partial(group.recover, timeout=0)),
         ("timeout is 0", partial(group.replace, place, timeout=0)),
-        ("timeout is -1", partial(group.enter, timeout=-1)),
-        *(("size is", partial(enter_as, size=size)) for size in (0, 73, 1 << 64, 2.0, True, "2")),
+        ("meeting is 0", partial(group.join, 0)),
+        ("timeout is -1", partial(group.join, place, timeout=-1)),
+        *(("size is", partial(make, size=size)) for size in (1, 73, 1 << 64, 2.0, True, "2")),
     ):
         with pytest.raises(errors.InvalidArgument, match=text):
             call()
-    with pytest.raises(errors.OutOfOrder):  # all ranks live
-        group.replace(group.open_meeting())
+    meeting = group.open_meeting()
+    for call in (group.replace, group.join):  # all ranks live
+        with pytest.raises(errors.OutOfOrder):
+            call(meeting)

@@ -44,7 +44,7 @@ T = TypeVar("T")
 class Group:
     """Ranks of one job, on one host with shared memory or on several hosts.
 
-    Create a group with `Group.from_torch`, `Group.join`, or inside `weft.launch`. Methods that
+    Create a group with `Group.from_torch` or inside `weft.launch`. Methods that
     communicate are collective: every rank calls the same methods in the same order, from one
     thread at a time. After a rank dies they raise RendezvousFailed with its rank, until the
     survivors call `recover`. Use a group as a context manager to close it.
@@ -70,6 +70,7 @@ class Group:
         threads: bool = False,
         machines: int = 1,
         job_machines: int | None = None,
+        is_replacement: bool = False,
     ) -> None:
         self.rank = control.rank
         self.size = control.size
@@ -84,12 +85,18 @@ class Group:
         self._topology = Topology((tuple(range(self.size)),))
         self._roster = Roster(self.rank, self.size)
         self._messages = Messages(control, self._roster, timeout=timeout)
-        self._recovery = GroupRecovery(self._messages, self._roster, device, self.job_machines)
+        self._recovery = GroupRecovery(
+            self._messages,
+            self._roster,
+            device,
+            self.job_machines,
+            is_replacement=is_replacement,
+        )
         # Releases the connections of an unclosed group; at exit the system does.
         weakref.finalize(self, self._recovery.close).atexit = False
         if isinstance(control, ControlPlane):
             control.describe_activity = self._roster.describe_activity
-            if self.size > 1 and not threads:
+            if self.size > 1 and not threads and not is_replacement:
                 self._recovery.watch(control)
 
     @classmethod
@@ -117,45 +124,28 @@ class Group:
         return cls(control, device=device, timeout=timeout, threads=threads)
 
     @classmethod
-    def join(
-        cls,
-        meeting: Meeting | str,
-        *,
-        rank: int,
-        size: int,
-        device: torch.device | str,
-        timeout: float = 120.0,
+    def for_replacement(
+        cls, *, rank: int, size: int, device: torch.device | str, timeout: float = 120.0
     ) -> Group:
-        """Join the survivors of a group as the replacement of a dead rank, in a new process.
+        """Create the group of a new process that will replace a dead rank. Local.
 
-        Create the operators that the survivors have, in the same order, then call `enter`.
+        Until `join`, this rank is the only participating one, and the survivors run without it.
+        Create the objects that the survivors have created, load weights and capture graphs, then
+        call `join`.
 
         Args:
-            meeting: Meeting that `open_meeting` returned to the survivors, or its `address`.
             rank: Number of the dead rank.
-            size: Number of ranks of the group.
+            size: Number of ranks of the survivors' group.
             device: Device of this rank's memory.
-            timeout: Seconds for the rendezvous, and the group's `timeout`.
+            timeout: The group's `timeout` in seconds.
 
         Returns:
             The group.
-
-        Raises:
-            RendezvousFailed: the rendezvous failed, or no rank has to be replaced.
         """
-        group = cls.from_meeting(
-            Meeting.from_address(meeting) if isinstance(meeting, str) else meeting,
-            rank=rank,
-            size=size,
-            device=resolve_device(device),
-            timeout=timeout,
-        )
-        try:
-            group._recovery.join(timeout)
-        except BaseException as error:
-            group.leave(format_reason(error))
-            raise
-        return group
+        size = check_int("size", size, 2, MAX_RANKS)
+        rank, timeout = check_int("rank", rank, 0, size - 1), check_seconds("timeout", timeout)
+        control = ControlPlane(rank, size)
+        return cls(control, device=resolve_device(device), timeout=timeout, is_replacement=True)
 
     @classmethod
     def from_torch(
@@ -528,8 +518,6 @@ class Group:
     def next_number(self, label: str, last: int, limit: int) -> int:
         """Return the number after `last`, from 1 to `limit`, equal on every rank. Collective.
 
-        A new process gets the number that the survivors have for the same object.
-
         Args:
             label: Name of the counter, for errors.
             last: This rank's previous number.
@@ -638,10 +626,11 @@ class Group:
     def replace(self, meeting: Meeting, *, timeout: float = 120.0) -> None:
         """Admit new processes in place of all dead ranks. Collective over the living ranks.
 
-        Each new process calls `Group.join` with the number of a dead rank, creates the operators
-        of this group in the same order, and calls `enter`. Its memory is mapped at the addresses of
-        the dead rank's memory, so captured graphs stay valid. If `replace` raises, end the new
-        processes and call `recover`.
+        Each new process creates its group with `Group.for_replacement` and the objects of this
+        group, and calls `join`. `replace` blocks until all of them have: call it once
+        `meeting.find_waiting_ranks()` returns them on rank `meeting.hub`. Their memory is mapped at
+        the addresses of the dead ranks' memory, so captured graphs stay valid. If `replace` raises,
+        end the new processes and call `recover`.
 
         Args:
             meeting: Meeting from `open_meeting`.
@@ -650,7 +639,7 @@ class Group:
         Raises:
             OutOfOrder: no rank is dead.
             RendezvousFailed: a new process does not join in time, or dies.
-            GeometryMismatch: a new process creates other operators.
+            GeometryMismatch: a new process has created other objects.
             CreationFailed: a step failed on a rank. Every rank raises it.
             RecoveryFailed: a survivor does not call `replace`.
         """
@@ -658,13 +647,27 @@ class Group:
         timeout = check_seconds("timeout", timeout)
         self._recovery.replace(meeting, timeout)
 
-    def enter(self, *, timeout: float = 120.0) -> None:
-        """Become a full member after `join` and the constructors. Collective with `replace`.
+    def join(self, meeting: Meeting | str, *, timeout: float = 120.0) -> None:
+        """Join the survivors as the replacement of a dead rank. Collective with `replace`.
+
+        Before, create the objects that the survivors have created, in the same order, also those
+        that they have closed. Graphs that this process has captured stay valid. If `join` raises,
+        end the process.
 
         Args:
-            timeout: Seconds to wait for the other ranks.
+            meeting: Meeting from the survivors' `open_meeting`, or its `address`.
+            timeout: Seconds for the rendezvous, and then for each step of the other ranks.
+
+        Raises:
+            OutOfOrder: the group is not from `for_replacement`, or has joined.
+            RendezvousFailed: the rendezvous failed, or this rank does not have to be replaced.
+            GeometryMismatch: the survivors have created other objects.
+            CreationFailed: a step failed on a rank. Every rank raises it.
         """
-        self._recovery.enter(check_seconds("timeout", timeout))
+        if isinstance(meeting, str):
+            meeting = Meeting.from_address(meeting)
+        check_instance("meeting", meeting, Meeting)
+        self._recovery.join(meeting, check_seconds("timeout", timeout))
 
     def abort(self, reason: str) -> None:
         """Make current and later control messages of this rank raise. Any thread may call it.

@@ -45,6 +45,7 @@ from weft.group.wire import (
     Disconnected,
     MalformedMessage,
     Message,
+    decode,
     encode,
     receive,
     sanitize_text,
@@ -61,6 +62,7 @@ _MAX_ACCEPTS = 256  # connections that the hub accepts before it handles message
 _MAX_UNVERIFIED = 256  # open connections that have not sent the nonce
 _EXTRA_SECONDS = 1.0  # ranks wait longer than the hub, whose error names the missing ranks
 _OVER = "the meeting is over: a rank failed or gave up, or all ranks have connected"
+_TOO_MANY = "no hello was received, and other connections wait"
 _WRONG_NONCE = "the nonce is not this job's; start every rank from the same launcher"
 _log = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ class Meeting:
     hub: int
     nonce: bytes
     listener: socket.socket | None = field(default=None, repr=False, compare=False)
+    # Connections that `find_waiting_ranks` has accepted, for the hub.
+    _accepted: list[socket.socket] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def open(cls, hub: int = 0) -> Meeting:
@@ -181,9 +185,41 @@ class Meeting:
         with contextlib.suppress(OSError), self.listener:
             # After the shutdown the queue, whose length the kernel bounds, accepts no connections.
             self.listener.shutdown(socket.SHUT_RDWR)
+            for connection in self.take_accepted():
+                reject(connection, reason)
             for _ in range(socket.SOMAXCONN // _MAX_ACCEPTS + 2):
                 for connection in self.accept():
                     reject(connection, reason)
+
+    def find_waiting_ranks(self) -> set[int]:
+        """Return the ranks that wait for the hub, without blocking. Elsewhere, return set()."""
+        if self.listener is None:
+            return set()
+        self._accepted.extend(self.accept())
+        ranks, open_connections = set(), []
+        for connection in self._accepted:
+            try:
+                hello = decode(connection.recv(1 << 15, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            except BlockingIOError:  # its hello has not arrived
+                open_connections.append(connection)
+            except (OSError, MalformedMessage):  # the end of a process too
+                connection.close()
+            else:
+                if isinstance(hello, dict) and self.has_valid_nonce(hello):
+                    ranks.add(hello.get("rank"))
+                    open_connections.append(connection)
+                else:
+                    reject(connection, _WRONG_NONCE)
+        for connection in open_connections[:-_MAX_UNVERIFIED]:
+            reject(connection, _TOO_MANY)
+        self._accepted[:] = open_connections[-_MAX_UNVERIFIED:]
+        return {rank for rank in ranks if type(rank) is int}
+
+    def take_accepted(self) -> list[socket.socket]:
+        """Return the connections that `find_waiting_ranks` has accepted. The caller owns them."""
+        accepted = self._accepted[:]
+        self._accepted.clear()
+        return accepted
 
     def accept(self) -> list[socket.socket]:
         """Accept up to 256 queued connections, close those of other users, return the rest.
@@ -278,7 +314,7 @@ class _Hub:
         self.build_info = build_info
         self.peers = peers
         # Connections that have not sent the nonce yet, oldest first.
-        self.unverified: dict[socket.socket, None] = {}
+        self.unverified = dict.fromkeys(meeting.take_accepted())
         self.connected: set[int] = set()  # ranks that have sockets to all others
         self._wait_timer = WaitLogTimer()
 
@@ -359,7 +395,7 @@ class _Hub:
             self._read_hello(connection)
         # A rank sends its hello as soon as it is connected, so the oldest belong to no rank.
         for connection in list(self.unverified)[:-_MAX_UNVERIFIED]:
-            self._reject(connection, "no hello was received, and other connections wait")
+            self._reject(connection, _TOO_MANY)
         try:
             # The socket of an admitted rank ends with it, unless a forked child holds it too.
             self.peers.check(self._admitted() - ended)

@@ -26,6 +26,10 @@ from weft.group.wire import JSON
 
 T = TypeVar("T")
 _TEXT_LIMIT = 4000  # characters of an error's text in a vote
+_SAME_OBJECTS = (
+    "create in a new process the objects that the survivors have created, in the same order, and "
+    "close those that they have closed"
+)
 
 
 class Closable(Protocol):
@@ -79,16 +83,13 @@ class Messages:
         control: Channel of the messages. A recovery with new processes replaces it.
         timeout: Default timeout of a message in seconds.
         generation: Latest number from `next_generation`.
-        joining: Ranks that new processes are joining as; empty outside of `Group.replace`.
-        is_newcomer: Whether this process replaces a dead rank and has not called `enter` yet.
     """
 
     def __init__(self, control: Control, roster: Roster, *, timeout: float) -> None:
         self.control = control
         self.timeout = timeout
         self.generation = 0
-        self.joining: frozenset[int] = frozenset()
-        self.is_newcomer = False
+        self._ranks_to_map: tuple[int, ...] = ()
         self._roster = roster
         self._creations: list[Creation] = []
         self._creation: Creation | None = None  # of the constructor that is running
@@ -110,8 +111,12 @@ class Messages:
 
     @property
     def ranks_to_map(self) -> tuple[int, ...]:
-        """Ranks whose memory this rank has to map: the joining ones, else all living ranks."""
-        return tuple(sorted(self.joining)) or self.living
+        """Ranks whose memory this rank has to map. In a creation, all living ranks."""
+        return self._ranks_to_map or self.living
+
+    @ranks_to_map.setter
+    def ranks_to_map(self, ranks: tuple[int, ...]) -> None:
+        self._ranks_to_map = ranks
 
     def gather(self, op: str, value: JSON, timeout: float | None = None) -> list[Any]:
         """Return every rank's value without recording the call. Collective."""
@@ -193,16 +198,20 @@ class Messages:
         check_instance("label", label, str)
         self.record(lambda messages: messages.check_equal(value, label))
 
-    def check_equal(self, value: JSON, label: str) -> None:
-        """Check that all ranks pass an equal value, without recording the call. Collective."""
+    def check_equal(
+        self, value: JSON, label: str, *, fix: str = "pass the same on every rank"
+    ) -> None:
+        """Check that all ranks pass an equal value, without recording the call. Collective.
+
+        `fix` tells in the error what to do.
+        """
         values = self.gather(f"agreement on {label}", value)
         first = self.living[0]
         for rank in self.living:
             if values[rank] != values[first]:
                 theirs, ours = _describe_difference(values[rank], values[first])
                 raise GeometryMismatch(
-                    f"{label} differs: rank {first} has {ours} and rank {rank} has {theirs}; pass "
-                    "the same on every rank"
+                    f"{label} differs: rank {first} has {ours} and rank {rank} has {theirs}; {fix}"
                 )
 
     def exchange_fds(self, fd: int, *, timeout: float | None = None) -> list[int | None]:
@@ -224,12 +233,15 @@ class Messages:
         chosen: list[int] = []
 
         def choose() -> int:
-            proposals = self.gather(label, None if self.is_newcomer else last % limit + 1)
+            proposals = self.gather(label, last % limit + 1)
             # The maximum, because an interrupted creation may have begun on some ranks only.
-            chosen.append(max(number for number in proposals if number is not None))
+            chosen.append(max(proposals[rank] for rank in self.living))
             return chosen[0]
 
-        return cast("int", self.record(lambda messages: messages.gather(label, chosen[0]), choose))
+        def check(messages: Messages) -> None:
+            messages.check_equal(chosen[0], f"the {label} of an object", fix=_SAME_OBJECTS)
+
+        return cast("int", self.record(check, choose))
 
     @contextlib.contextmanager
     def creation(
@@ -249,13 +261,14 @@ class Messages:
             self._creation = None
 
     def replay_creations(self) -> None:
-        """Replay the calls that created all open objects, in order, for new processes."""
+        """Replay the calls that created all open objects, in order, with new processes."""
         creations: list[Creation] = []
         for creation in self._creations:
             if creation.exists:
                 if creation.workspace is not None and creation.workspace not in creations:
                     creations.append(creation.workspace)
                 creations.append(creation)
+        self.check_equal(len(creations), "the number of open objects", fix=_SAME_OBJECTS)
         for creation in creations:
             for step in creation.steps:
                 step(self)

@@ -33,9 +33,18 @@ class GroupRecovery:
     """
 
     def __init__(
-        self, messages: Messages, roster: Roster, device: torch.device, job_machines: int
+        self,
+        messages: Messages,
+        roster: Roster,
+        device: torch.device,
+        job_machines: int,
+        *,
+        is_replacement: bool = False,
     ) -> None:
         self.closed = False
+        self._must_join = is_replacement  # the only participating rank until `join`
+        if is_replacement:
+            roster.remove(set(range(messages.size)) - {messages.rank})
         self._messages = messages
         self._roster = roster
         self._device = device
@@ -119,12 +128,6 @@ class GroupRecovery:
         if self._meeting is not None and os.getpid() == self._owner:
             self._meeting.close()
 
-    def join(self, timeout: float) -> None:
-        """Join the survivors in `replace`, as a new process. Collective."""
-        self._require_membership()
-        _check_joining(self._messages.gather("replace", None, timeout))
-        self._messages.is_newcomer = True
-
     def replace(self, meeting: Meeting, timeout: float) -> None:
         """See `Group.replace`."""
         with self._exclusive():
@@ -146,19 +149,28 @@ class GroupRecovery:
                 f"another survivor did not connect to all new processes, for ranks {sorted(dead)}: "
                 "end them, call recover and try again"
             )
+        self._replay_creations(dead, timeout)
+
+    def join(self, meeting: Meeting, timeout: float) -> None:
+        """See `Group.join`."""
+        messages = self._messages
+        if self.closed or not self._must_join:
+            raise OutOfOrder("join needs a new group from Group.for_replacement")
+        self._must_join = False
+        membership = self._meet(meeting, None, timeout, Peers())
+        self._connect(membership)
+        self._replay_creations(frozenset(range(messages.size)) - {messages.rank}, timeout)
+
+    def _replay_creations(self, ranks: frozenset[int], timeout: float) -> None:
+        """Map the memory of `ranks` into all open objects, and restart them. Collective."""
+        messages = self._messages
         before = messages.timeout
-        messages.joining, messages.timeout = dead, timeout
+        messages.ranks_to_map, messages.timeout = tuple(sorted(ranks)), timeout
         try:
             messages.replay_creations()
         finally:
-            messages.joining, messages.timeout = frozenset(), before
+            messages.ranks_to_map, messages.timeout = (), before
         self._resume(time.monotonic() + timeout)
-
-    def enter(self, timeout: float) -> None:
-        """See `Group.enter`."""
-        with self._exclusive():
-            self._resume(time.monotonic() + timeout)
-            self._messages.is_newcomer = False
 
     def _connect_newcomers(
         self, meeting: Meeting, dead: frozenset[int], timeout: float
@@ -170,21 +182,36 @@ class GroupRecovery:
                 if rank != messages.rank:
                     pid = membership.control.pids[rank]
                     peers.watch_pidfd(rank, pid, membership.liveness.pidfd(rank))
-            control = meet(
-                meeting,
-                rank=messages.rank,
-                size=messages.size,
-                device=self._device.type,
-                timeout=timeout,
-                peers=peers,
-            )
-        pending = self._watch(control, timeout)
+            return self._meet(meeting, dead, timeout, peers)
+
+    def _meet(
+        self, meeting: Meeting, dead: frozenset[int] | None, timeout: float, peers: Peers
+    ) -> Membership:
+        """Connect to all ranks, and check that the joining ones are those that the others lack.
+
+        Args:
+            meeting: Meeting of the survivors and the new processes.
+            dead: Ranks that this survivor lacks, or None in a new process.
+            timeout: Seconds for each step.
+            peers: Processes whose death ends the meeting.
+        """
+        messages = self._messages
+        control = meet(
+            meeting,
+            rank=messages.rank,
+            size=messages.size,
+            device=self._device.type,
+            timeout=timeout,
+            peers=peers,
+        )
+        membership = self._watch(control, timeout)
         try:
-            _check_joining(control.gather("replace", sorted(dead), timeout))
+            own = None if dead is None else sorted(dead)
+            _check_joining(control.gather("replace", own, timeout))
         except BaseException as error:
-            pending.close(str(error))
+            membership.close(str(error))
             raise
-        return pending
+        return membership
 
     def _admit_newcomers(self, suspects: Collection[int], deadline: float) -> bool:
         """Continue with the new processes if every survivor is connected to them.
@@ -273,6 +300,8 @@ class GroupRecovery:
                 "group of one of its hosts: restart the job on all machines, with new process "
                 "groups and a new group"
             )
+        if self._must_join:
+            raise OutOfOrder("this group has not joined the survivors yet: call join first")
         if self._membership is None:
             raise InvalidArgument(
                 "this group cannot recover: it needs at least two ranks that are processes of one "
