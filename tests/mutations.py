@@ -114,6 +114,7 @@ def _paired(
 Run = dict[str, Any]
 BF16: Run = {"weights": "bf16", "block_m": 256}
 GATED: Run = {"epilogue": "gated_fp8", "block_m": 64}
+QUANTISED: Run = {"epilogue": "relu2_fp8", "block_m": 64}
 GATED_16BIT: Run = {"epilogue": "gated", "weights": "bf16", "block_m": 256}
 MXFP4: Run = {"weights": "mxfp4"}
 EARLY: Run = {"prefetch_weights": True}
@@ -201,6 +202,12 @@ GEMM = {
     "FP8 staging is overwritten while it is read":
         _gemm("epilogue_gated_fp8.cuh", "store_fp8_swap_ab",
               r"if \(first != 0\) named_barrier[^;]*;", "", **GATED | {"block_m": 160}),
+    "amax is overwritten while it is read":
+        _gemm("epilogue_store_fp8.cuh", "quantize_swap_ab",
+              r"(inverse_scale<S>[^;]*; \}) sync_math_warps\(\);", r"\1", **QUANTISED),
+    "ungated FP8 staging is read before it is written":
+        _gemm("epilogue_store_fp8.cuh", "quantize_swap_ab", r"sync_math_warps\(\);(?= if \(row)",
+              **QUANTISED),
     "dst_addr is read before it is shared":
         _gemm("epilogue.cuh", "share_dst_addrs", r"(= dst_addr;) sync_math_warps\(\);", r"\1",
               f"misaligned|{WRONG}", epilogue="push", block_m=128),

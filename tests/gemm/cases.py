@@ -12,13 +12,14 @@ from weft.gemm import (
     STORE,
     Epilogue,
     Gated,
-    GatedQuant,
     GemmPlan,
     Push,
+    Store,
     WgmmaPlan,
     grouped_gemm,
     pack_mxfp4,
 )
+from weft.gemm.call import QUANTISING
 from weft.gemm.config import DTYPES_16BIT, FP8, MXFP4
 from weft.gemm.kernels import OPERANDS, GemmShape
 from weft.reference import dequantize, quantize
@@ -120,7 +121,12 @@ class Case:
 
 
 def shape_of(case: Case, block_m: int, epilogue: str, **more: Any) -> GemmShape:
-    """Return the shape of Hopper's kernel; "gated" quantises if rows are FP8."""
+    """Return the shape of Hopper's kernel; "gated" quantises if rows are FP8.
+
+    "relu2" and "relu2_fp8" are "store" and "store_fp8" with that activation.
+    """
+    if epilogue.startswith("relu2"):
+        epilogue, more["relu2"] = epilogue.replace("relu2", "store"), True
     if epilogue == "gated" and case.fp8_rows:
         epilogue = "gated_fp8"
     inputs = {
@@ -219,7 +225,7 @@ class CaseTensors:
         gated = isinstance(epilogue, Gated)
         rows, width = tuple(self.a.shape[:-1]), case.n // 2 if gated else case.n
         dtype = dtype or (torch.bfloat16 if case.fp8_rows else case.dtype)
-        if isinstance(epilogue, GatedQuant):
+        if isinstance(epilogue, QUANTISING):
             numbers = torch.full((*rows, width), UNTOUCHED, device=device).to(FP8)
             scales = torch.full((*rows, width // 128), UNTOUCHED, device=device)
             more["out"] = (numbers, scales)
@@ -323,6 +329,14 @@ LARGE = {
     "mxfp4, heights": Case(MXFP4, counts=(97, 144, 160, 161, 192, 321, 545), n=512, k=1024),
     "mxfp4, deep": Case(MXFP4, counts=(100, 33, 250), n=512, k=7168),
 }
+
+
+def applied(epilogue: Epilogue, y: torch.Tensor) -> torch.Tensor:
+    """Return the gating or activation of `a @ b.T`, in its precision."""
+    if isinstance(epilogue, Gated):
+        return gated(epilogue, y)
+    has_relu2 = isinstance(epilogue, Store) and epilogue.activation == "relu2"
+    return y.clamp(min=0).square() if has_relu2 else y
 
 
 def gated(gating: Gated, y: torch.Tensor) -> torch.Tensor:

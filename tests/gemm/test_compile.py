@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push, plan
+from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, Push, StoreQuant, plan
 from weft.gemm.call import GemmCall
 from weft.gemm.config import FP8
 from weft.gemm.triton_launch import TritonArguments, build_kernel_constants, import_grouped_kernel
@@ -72,7 +72,8 @@ def described(
     made: dict[str, Epilogue] = {"store": STORE, "gated": Gated(), "quant": GatedQuant()}
     made["situ"] = Gated(beta=4.0, linear_beta=25.0)
     made["push"] = Push(empty(rows, of=torch.int64))
-    gated, quant = isinstance(made[epilogue], Gated), epilogue == "quant"
+    made["relu2"] = StoreQuant("relu2")
+    gated, quant = isinstance(made[epilogue], Gated), epilogue in ("quant", "relu2")
     width = n // 2 if gated else n
     out_dtype = FP8 if quant else torch.bfloat16 if scaled else dtype
     a_scale = empty(k // 128, rows).T if k_major else empty(rows, k // 128)
@@ -144,7 +145,7 @@ def chosen(rows: int, dtype: torch.dtype, epilogue: str, k: int = 7168) -> GemmP
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("epilogue", ["store", "gated", "situ", "quant", "push"])
+@pytest.mark.parametrize("epilogue", ["store", "gated", "situ", "quant", "push", "relu2"])
 @pytest.mark.parametrize("dtype", [FP8, BF16])
 def test_default_plans_fit_the_sm_and_store_16_bytes(dtype, epilogue, rows, tmp_path):
     made = chosen(rows, dtype, epilogue)
@@ -156,7 +157,7 @@ def test_default_plans_fit_the_sm_and_store_16_bytes(dtype, epilogue, rows, tmp_
     widths = stores(code)
     assert "v4.b32" in widths
     assert widths <= {"v4.b32", "b32"}, "a store of less than four bytes"
-    assert ("b32" in widths) == (epilogue == "quant")  # its scales
+    assert ("b32" in widths) == (epilogue in ("quant", "relu2"))  # their scales
 
 
 def fits(code: Compiled, made: GemmPlan) -> None:
@@ -225,4 +226,4 @@ def test_the_source_agrees_with_the_oracle_in_the_interpreter():
         text=True,
     )
     assert run.returncode == 0, run.stdout[-3000:]
-    assert re.search(r"^35 passed, ", run.stdout, re.MULTILINE), run.stdout
+    assert re.search(r"^40 passed, ", run.stdout, re.MULTILINE), run.stdout

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gemm.cases import CASES, LARGE, UNTOUCHED, Case, CaseTensors, Output, gated
+from tests.gemm.cases import CASES, LARGE, UNTOUCHED, Case, CaseTensors, Output, applied
 from weft.gemm import (
     STORE,
     Epilogue,
@@ -23,12 +23,14 @@ from weft.gemm import (
     GatedQuant,
     GemmPlan,
     Push,
+    Store,
+    StoreQuant,
     WgmmaPlan,
     grouped_gemm,
     plan,
     reference,
 )
-from weft.gemm.call import GemmCall
+from weft.gemm.call import QUANTISING, GemmCall
 from weft.gemm.config import FP8
 from weft.moe.models import CLAMPED_SWIGLU, SWIGLU, Gating
 from weft.reference import quantize
@@ -39,6 +41,7 @@ HOST = "interpreter" if INTERPRETED else "reference"
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DTYPES = [FP8, HALF] if INTERPRETED else [FP8, BF16, HALF]
 GATINGS = [Gated(), Gated(1.702, 1.0, 0.7), Gated(limit=0.5), Gated(beta=0.5, linear_beta=3.0)]
+UNGATED = [STORE, Store("relu2"), StoreQuant("relu2")]
 SMALL = {
     "contiguous": Case(counts=(5, 0, 35)),
     "masked": Case(masked=True, counts=(17, 0, 3)),
@@ -129,16 +132,15 @@ def agreed(
     """Return the result of a call after comparing it with the oracle."""
     with kernel(device):
         out = made.call(epilogue, tile, num_sms=5 if device == "cuda" else None)
-    if isinstance(epilogue, Gated):
-        wanted = gated(epilogue, wanted)
+    wanted = applied(epilogue, wanted)
     # FP8 tensor cores leave out about 2^-13 of a sum, which a gate multiplies.
-    coarse = isinstance(epilogue, Gated) and device == "cuda"
-    out.agrees(wanted, 0.08 if isinstance(epilogue, GatedQuant) else 2.0 ** (-6 if coarse else -7))
+    coarse = epilogue != STORE and device == "cuda"
+    out.agrees(wanted, 0.08 if isinstance(epilogue, QUANTISING) else 2.0 ** (-6 if coarse else -7))
     return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("epilogue", [STORE, GatedQuant(), *GATINGS], ids=repr)
+@pytest.mark.parametrize("epilogue", [*UNGATED, GatedQuant(), *GATINGS], ids=repr)
 @on_each
 def test_every_tile_gives_the_same_bits(device: str, epilogue: Epilogue, dtype: torch.dtype):
     case = CASES["contiguous"] if device == "cuda" else Case(n=512, bias=True)
@@ -170,8 +172,11 @@ def test_layouts(device: str, name: str, dtype: torch.dtype):
 
 
 @by_kernel
-def test_quantising_has_the_bits_of_the_reference(device: str):
-    """With integers and alpha 0 all earlier steps are exact."""
+@pytest.mark.parametrize(
+    "epilogue", [GatedQuant(alpha=0.0, offset=0.5), StoreQuant("relu2")], ids=["gated", "relu2"]
+)
+def test_quantising_has_the_bits_of_the_reference(device: str, epilogue: Epilogue):
+    """With integers, and alpha 0, all earlier steps are exact."""
     dtype = HALF if INTERPRETED else BF16
     made = make(Case(counts=(150 if device == "cuda" else 16,), n=512, dtype=dtype), device)
     made.a.copy_(torch.randint(-3, 4, made.a.shape))
@@ -179,14 +184,13 @@ def test_quantising_has_the_bits_of_the_reference(device: str):
     made.b[:, :128] = 0  # a block of zeros
     made.a[3, 0], made.a[5, 0] = torch.nan, torch.inf  # rows that are broken
     inputs = {name: tensor.cpu() for name, tensor in made.given.items()}
-    gating = GatedQuant(alpha=0.0, offset=0.5)
-    theirs = CaseTensors(made.case, made.a.cpu(), made.b.cpu(), inputs).call(gating)
+    theirs = CaseTensors(made.case, made.a.cpu(), made.b.cpu(), inputs).call(epilogue)
     assert theirs.scales is not None
     assert bool(theirs.scales[[3, 5]].isnan().all())
     assert bool((theirs.scales[:3, 0] == 0).all())
-    for tile in tiles(device, dtype, gating=True):
+    for tile in tiles(device, dtype, gating=isinstance(epilogue, Gated)):
         with kernel(device):
-            ours = made.call(gating, tile)
+            ours = made.call(epilogue, tile)
         assert ours.scales is not None
         assert torch.equal(ours.scales.cpu().nan_to_num(-1), theirs.scales.nan_to_num(-1))
         assert torch.equal(ours.read().nan_to_num(-1), theirs.read().nan_to_num(-1))

@@ -23,13 +23,25 @@ from tests.gemm.cases import (
     UNTOUCHED,
     Case,
     CaseTensors,
+    applied,
     decode_mxfp4,
     every_exponent,
     gated,
     shape_of,
 )
 from tests.gemm.emulate import EmulatedHopper
-from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, pack_mxfp4, plan
+from weft.gemm import (
+    STORE,
+    Epilogue,
+    Gated,
+    GatedQuant,
+    Push,
+    Store,
+    StoreQuant,
+    WgmmaPlan,
+    pack_mxfp4,
+    plan,
+)
 from weft.gemm.config import BLOCK_MS, FP8, FP8_BLOCK_MS, MXFP4, MXFP4_BLOCK_MS
 from weft.gemm.kernels import BIASES, GemmShape, preload_kernels
 
@@ -50,8 +62,11 @@ EPILOGUES: dict[str, Epilogue] = {
     "gated": GatedQuant(),
     "limited": GatedQuant(1.702, 1.0, 0.7),
     "situ": GatedQuant(beta=0.5, linear_beta=3.0),
+    "relu2": Store("relu2"),
+    "relu2_fp8": StoreQuant("relu2"),
 }
 SITU = ("contiguous", "mxfp4", "bf16")
+RELU2 = ("contiguous", "normal", "wide", "mxfp4", "bf16")
 HALF = Case(MXFP4, counts=(5, 40), n=384, k=256)  # the last columns are of one CTA alone
 # Beside split tiles, gated tiles of up to 64 rows have two k blocks in a stage: one k block, a pair
 # and a half, and more than there are stages.
@@ -84,6 +99,10 @@ def shapes_of(name: str, device: str) -> Iterator[GemmShape]:
                 yield replace(shape, prefetch_weights=True)
         if name in SITU:
             yield shape_of(case, rows, "gated", situ=True)
+        if name in RELU2:
+            yield shape_of(case, rows, "relu2")
+            if case.fp8_rows:
+                yield shape_of(case, rows, "relu2_fp8")
         if name in PUSHED:
             shape = shape_of(case, rows, "push")
             yield from (shape, replace(shape, out_dtype="fp16"), replace(shape, flag_in_data=True))
@@ -148,10 +167,11 @@ in_emulator = pytest.mark.parametrize("device", DEVICES[:1])
 def epilogue_for(case: Case, name: str) -> tuple[Epilogue, float]:
     """Return an epilogue for a case's dtype, and the tolerance of its result."""
     epilogue = EPILOGUES[name]
-    if not isinstance(epilogue, GatedQuant):
-        return epilogue, 2.0**-7
+    if type(epilogue) is Store:
+        return epilogue, 2.0**-6 if epilogue.activation else 2.0**-7
     if case.fp8_rows:
         return epilogue, 0.08
+    assert isinstance(epilogue, GatedQuant)
     return Gated(**asdict(epilogue)), 2.0**-6
 
 
@@ -162,7 +182,9 @@ def epilogue_for(case: Case, name: str) -> tuple[Epilogue, float]:
         for device in DEVICES
         for name in (CASES if device.id else ALL)
         for epilogue in EPILOGUES
-        if epilogue != "situ" or name in SITU
+        if (epilogue != "situ" or name in SITU)
+        and (not epilogue.startswith("relu2") or name in RELU2)
+        and (epilogue != "relu2_fp8" or ALL[name].fp8_rows)
     ],
 )
 def test_rows_are_those_of_the_oracle(hopper: Hopper, name: str, epilogue: str):
@@ -172,9 +194,7 @@ def test_rows_are_those_of_the_oracle(hopper: Hopper, name: str, epilogue: str):
         # the smallest numbers are lost, with FP8 weights as well.
         case = replace(case, window=4)
     made, (how, tolerance) = case.make(hopper.device), epilogue_for(case, epilogue)
-    expected, first = made.oracle(), None
-    if isinstance(how, Gated):
-        expected = gated(how, expected)
+    expected, first = applied(how, made.oracle()), None
     if on_gpu and case.dtype != MXFP4:
         tile = plan(4, 32, case.n, case.k, case.dtype, gated=isinstance(how, Gated))
         first = made.call(how, tile)

@@ -20,14 +20,17 @@ FLAG_IN_DATA = (64, 128, 160, 256)  # block_m whose pushed rows have flag-in-dat
 
 
 def heights_of(block_ms: tuple[int, ...]) -> list[tuple[str, int]]:
-    """Return every epilogue with every block_m; SiTU's other gate with the largest two only."""
+    """Return every epilogue with every block_m; SiTU and relu2 with the largest two only."""
     every = [(epilogue, block_m) for epilogue in EPILOGUES for block_m in block_ms]
-    return every + [("situ", block_m) for block_m in sorted(block_ms)[-2:]]
+    rare = ("situ", "relu2_fp8")
+    return every + [(epilogue, block_m) for epilogue in rare for block_m in sorted(block_ms)[-2:]]
 
 
 def fp8_shape(epilogue: str, block_m: int, experts: int = 32) -> GemmShape:
     if epilogue == "situ":
         return replace(fp8_shape("gated_fp8", block_m, experts), situ=True)
+    if epilogue == "relu2_fp8":
+        return replace(fp8_shape("store_fp8", block_m, experts), relu2=True)
     n, k = (4096, 7168) if epilogue == "gated_fp8" else (7168, 2048)
     flag_in_data = epilogue == "push" and block_m in FLAG_IN_DATA
     return GemmShape(experts, n, k, WgmmaPlan(block_m), epilogue, flag_in_data=flag_in_data)
@@ -40,6 +43,8 @@ def mxfp4_shape(epilogue: str, block_m: int, experts: int = 32) -> GemmShape:
 def shape_16bit(epilogue: str, block_m: int, operand: str, experts: int = 32) -> GemmShape:
     if epilogue == "situ":
         return replace(shape_16bit("gated", block_m, operand, experts), situ=True)
+    if epilogue == "relu2":
+        return replace(shape_16bit("store", block_m, operand, experts), relu2=True)
     n, k = (5760, 2880) if epilogue == "gated" else (2880, 2880)
     return GemmShape(experts, n, k, WgmmaPlan(block_m), epilogue, operand, operand, operand)
 
@@ -120,7 +125,7 @@ def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int):
 
 
 @pytest.mark.parametrize("block_m", [32, 160, 256])
-@pytest.mark.parametrize("epilogue", ["store", "push", "gated", "situ"])
+@pytest.mark.parametrize("epilogue", ["store", "push", "gated", "situ", "relu2"])
 def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(epilogue: str, block_m: int):
     """Nothing spills, and sums stay in the tensor cores' registers until a tile's end."""
     operand, type_ = ("fp16", "") if block_m == 160 else ("bf16", "BF16")

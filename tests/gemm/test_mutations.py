@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gemm.cases import UNTOUCHED, Case, Output, gated, shape_of
+from tests.gemm.cases import UNTOUCHED, Case, Output, applied, shape_of
 from tests.gemm.emulate import EmulatedHopper
 from tests.mutations import GEMM, WRONG, Mutation
-from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan
+from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, StoreQuant, WgmmaPlan
 from weft.gemm.config import MXFP4
 
 pytestmark = pytest.mark.slow
@@ -29,6 +29,7 @@ EPILOGUES: dict[str, tuple[Epilogue, float]] = {
     "store": (STORE, 2.0**-7),
     "gated": (Gated(), 2.0**-6),
     "gated_fp8": (GatedQuant(), 0.08),
+    "relu2_fp8": (StoreQuant("relu2"), 0.08),
 }
 
 
@@ -65,7 +66,7 @@ class GemmRun:
             else:
                 epilogue, tolerance = EPILOGUES[self.epilogue]
                 got = made.call(epilogue, plan, **options)
-                expected = gated(epilogue, oracle) if isinstance(epilogue, Gated) else oracle
+                expected = applied(epilogue, oracle)
             try:
                 got.agrees(expected, tolerance)
             except AssertionError as error:

@@ -14,7 +14,16 @@ import torch
 from tests.gemm.cases import Case, CaseTensors
 from tests.gemm.test_prepared import record_launches
 from weft.errors import InvalidArgument
-from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
+from weft.gemm import (
+    Gated,
+    GatedQuant,
+    GemmPlan,
+    Push,
+    Store,
+    StoreQuant,
+    WgmmaPlan,
+    grouped_gemm,
+)
 from weft.gemm.config import FP8
 from weft.gemm.triton_launch import check_plan
 from weft.moe import Gating
@@ -32,6 +41,7 @@ def zeros(*size: int) -> torch.Tensor:
 
 ONES, PLAN = torch.ones, WgmmaPlan(32)
 FP8_CASE, MASKED, BF16 = Case(), Case(masked=True), Case(dtype=torch.bfloat16)
+BF16_384 = replace(BF16, n=384)
 # Beside those of tests/moe/test_arguments.py: wrong dtypes, shapes and strides of one tensor.
 REFUSED: list[tuple[Case, Change, str]] = [
     (FP8_CASE, lambda m: {"b": m.b[..., :128].contiguous()}, r"a has .* \[rows, 128\]"),
@@ -51,12 +61,20 @@ REFUSED: list[tuple[Case, Change, str]] = [
     (FP8_CASE, lambda m: {"out": ONES(m.case.rows, 256).to(FP8)}, "float8"),
     (FP8_CASE, lambda _: {"out": (ONES(1), ONES(1))}, "pair"),
     (FP8_CASE, lambda _: {"epilogue": GatedQuant(), "out": ONES(1)}, "pair"),
+    (
+        FP8_CASE,
+        lambda _: {"epilogue": StoreQuant(), "out": ONES(1)},
+        "StoreQuant it must be a pair",
+    ),
     (FP8_CASE, lambda m: {**push(m), "out": ONES(1)}, "out is a tensor .* with Push"),
     (FP8_CASE, lambda _: {"epilogue": Push(ONES(2))}, "dst_addr has dtype"),
     (FP8_CASE, lambda m: push(m, abort_flag=zeros(1)), "abort_flag of Push needs flag_in_data=Tr"),
     (FP8_CASE, lambda m: push(m, flag_in_data=True, abort_flag=zeros(2)), "abort_flag has shape"),
     (FP8_CASE, lambda m: push(m, torch.int32), "epilogue.dtype is torch.int32; choose one of tor"),
     (replace(BF16, n=128), lambda _: {"epilogue": GatedQuant()}, "n is 128; GatedQuant needs"),
+    (replace(BF16, n=264), lambda _: {"epilogue": StoreQuant()}, "needs n to be a multiple of 128"),
+    (BF16_384, lambda _: {"epilogue": StoreQuant(), "plan": GemmPlan(64, 256)}, "384 columns"),
+    (BF16, lambda _: {"epilogue": StoreQuant(), "plan": PLAN}, "out is torch.float8_e4m3fn"),
     (replace(BF16, n=264), lambda _: {"epilogue": Gated()}, "halves"),
     (FP8_CASE, lambda _: {"plan": GemmPlan(64, block_k=64)}, "block_k"),
     (FP8_CASE, lambda _: {"epilogue": Gated(), "plan": GemmPlan(64)}, "block_n is 128"),
@@ -96,6 +114,12 @@ def test_refused(case: Case, change: Change, words: str, known: bool, monkeypatc
 def test_invalid_gating_parameters_are_refused(kind, numbers, words):
     with pytest.raises(InvalidArgument, match=words):
         kind(**numbers)
+
+
+@pytest.mark.parametrize("kind", [Store, StoreQuant])
+def test_unknown_activations_are_refused(kind: type[Store]):
+    with pytest.raises(InvalidArgument, match="activation is 'gelu'.*'relu2'"):
+        kind("gelu")
 
 
 def test_the_error_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,7 @@ from weft.gemm.config import (
     Gated,
     GatedQuant,
     Push,
+    StoreQuant,
 )
 from weft.gemm.mxfp4 import UNIT_BYTES, check_tensor_like, weight_sizes
 from weft.runtime.check import OverlapRule, find_overlap, get_memory_range, raise_not_tensor
@@ -29,6 +30,7 @@ NAMES = (
     *("a_scale", "b_scale", "out", "the scales of out", "dst_addr", "abort_flag"),
     *("bias", "counts", "offsets", "a", "b"),
 )
+QUANTISING = (GatedQuant, StoreQuant)  # epilogues that return values and scales
 Out = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
@@ -222,9 +224,10 @@ def _check_scales(
 
 
 def _check_epilogue(a: torch.Tensor, n: int, columns: int, epilogue: Epilogue) -> None:
-    if isinstance(epilogue, GatedQuant) and columns % BLOCK_N:
+    if isinstance(epilogue, QUANTISING) and columns % BLOCK_N:
+        name, half = type(epilogue).__name__, " / 2" if isinstance(epilogue, Gated) else ""
         raise InvalidArgument(
-            f"n is {n}; GatedQuant needs n / 2 to be a multiple of {BLOCK_N}, the columns per scale"
+            f"n is {n}; {name} needs n{half} to be a multiple of {BLOCK_N}, the columns per scale"
         )
     if isinstance(epilogue, Gated) and n % (2 * (BLOCK_N if a.dtype == FP8 else 8)):
         raise InvalidArgument(f"n is {n}: gate and up must be halves of it")
@@ -262,14 +265,15 @@ def _check_results(
                 "their dst_addr"
             )
         return None, None
-    if isinstance(epilogue, GatedQuant):
+    if isinstance(epilogue, QUANTISING):
         blocks = (*size[:-1], columns // BLOCK_N)
         if out is None:
             scales = torch.empty(blocks, dtype=torch.float32, device=a.device)
             return torch.empty(size, dtype=FP8, device=a.device), scales
         if not isinstance(out, tuple) or len(out) != 2:
             raise InvalidArgument(
-                f"out is {format_value(out)}; with GatedQuant it must be a pair, values and scales"
+                f"out is {format_value(out)}; with {type(epilogue).__name__} it must be a pair, "
+                "values and scales"
             )
         check_tensor_like("out[0]", out[0], a, size, (FP8,), aligned=16)
         check_tensor_like("out[1]", out[1], a, blocks, (torch.float32,))
@@ -278,8 +282,8 @@ def _check_results(
         return torch.empty(size, dtype=_select_out_dtype(a, epilogue), device=a.device), None
     if isinstance(out, tuple):
         raise InvalidArgument(
-            f"out is {format_value(out)}; it must be one tensor, or None: only GatedQuant returns "
-            "a pair"
+            f"out is {format_value(out)}; it must be one tensor, or None: only GatedQuant and "
+            "StoreQuant return a pair"
         )
     check_tensor_like("out", out, a, size, OUT_DTYPES, aligned=16)
     return out, None

@@ -5,6 +5,7 @@
 #include <weft/gemm/epilogue.cuh>
 #include <weft/gemm/epilogue_gated.cuh>
 #include <weft/gemm/epilogue_gated_fp8.cuh>
+#include <weft/gemm/epilogue_store_fp8.cuh>
 #include <weft/gemm/mainloop_16bit.cuh>
 #include <weft/gemm/mainloop_fp8.cuh>
 #include <weft/gemm/mainloop_mxfp4.cuh>
@@ -49,10 +50,13 @@ WEFT_FN void compute_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Opera
         mainloop_16bit<S, N>(smem, pipeline, operands, rank, sum);
         bias.add_to(sum);
     }
+    activate<S>(sum);
     if constexpr (S.gated_fp8())
         store_gated_fp8_swap_ab<S, N>(a, smem, tile, rank, sum, exchanges);
     else if constexpr (S.gated())
         store_gated_16bit<S, N>(a, smem, tile, rank, sum);
+    else if constexpr (S.stores_fp8())
+        quantize_swap_ab<S, N>(a, smem, tile, rank, sum);
     else
         store_swap_ab<S, N>(a, smem, tile, rank, sum, dst_addr);
 }
@@ -64,8 +68,12 @@ WEFT_FN void compute_normal(const GemmArgs& a, GemmShared<S>& smem, const Operan
     float sum[normal_sums] = {};
     const u64 dst_addr = load_dst_addr<S>(a, tile);
     mainloop_normal<S>(smem, pipeline, operands, rank, sum);
+    activate<S>(sum);
     if constexpr (S.gated()) {
         store_gated_fp8_normal<S>(a, smem, tile, rank, sum, exchanges);
+    } else if constexpr (S.stores_fp8()) {
+        sync_math_warps();  // the previous tile's staging memory is free
+        quantize_normal<S>(a, smem, tile, rank, sum, 0);
     } else {
         share_dst_addrs(smem, tile, dst_addr);
         store_normal<S>(a, smem, tile, rank, sum, 0);
@@ -93,8 +101,13 @@ WEFT_FN void compute_split(const GemmArgs& a, GemmShared<S>& smem, const Operand
         store_gated_fp8_split<S>(a, smem, tile, first_row, sum);
     } else {
 #pragma unroll
-        for (u32 block = 0; block < 2; ++block)
-            store_normal<S>(a, smem, tile, block, sum[block], first_row);
+        for (u32 block = 0; block < 2; ++block) {
+            activate<S>(sum[block]);
+            if constexpr (S.stores_fp8())
+                quantize_normal<S>(a, smem, tile, block, sum[block], first_row);
+            else
+                store_normal<S>(a, smem, tile, block, sum[block], first_row);
+        }
     }
 }
 

@@ -26,6 +26,7 @@ MXFP4 = torch.uint8  # dtype of weights packed by `pack_mxfp4`; their rows are F
 WEIGHT_DTYPES = (*DTYPES, MXFP4)
 DTYPES_16BIT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_SIZE = 2**31 - 1
+ACTIVATIONS = ("relu2",)
 BLOCK_N = 128  # weight rows per accumulator and per block of scales
 
 # For WgmmaPlan; gemm/shape.cuh has the same constants.
@@ -60,7 +61,31 @@ FULL_CLUSTERS = 60  # clusters that nearly fill it
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Epilogue that stores `round(a[row] @ b[e].T + bias[e])` as `[*rows, n]`."""
+    """Epilogue that stores `activation(a[row] @ b[e].T + bias[e])` as `[*rows, n]`.
+
+    All arithmetic is in fp32, and the result is rounded once.
+
+    Attributes:
+        activation: "relu2", which is `max(x, 0) ** 2`, or None.
+
+    Raises:
+        InvalidArgument: the activation is not supported.
+    """
+
+    activation: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the activation."""
+        check_choice("activation", self.activation, (None, *ACTIVATIONS))
+
+
+@dataclass(frozen=True, slots=True)
+class StoreQuant(Store):
+    """Epilogue that quantises the result of `Store` to FP8 with one scale per 128 columns.
+
+    The scales are `[*rows, n / 128]`. The result is bitwise equal to
+    `weft.reference.quantize(x, "fp8")`, where x is the result of the activation in fp32.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +183,7 @@ class Push:
             check_instance("dtype", self.dtype, torch.dtype)
 
 
-Epilogue = Store | Gated | GatedQuant | Push
+Epilogue = Store | StoreQuant | Gated | GatedQuant | Push
 STORE = Store()
 
 
@@ -337,7 +362,7 @@ def fastest_plan(
         dtype: Dtype of the weights; uint8 for MXFP4, which only WgmmaPlans support.
         gated: Whether the epilogue gates.
         biased: Whether a bias is added.
-        out: Dtype of the result, unless it is FP8.
+        out: Dtype of the result. With gated, it has no effect for FP8 and MXFP4.
         flag_in_data: As in Push.
         device: Device of the call. Default: a CPU.
 
@@ -403,7 +428,8 @@ def wgmma_unsupported_reason(
         return f"supports at most {MAX_EXPERTS} experts; b has {experts}"
     if dtype == FP8 and biased:
         return "does not support a bias for FP8"
-    if out not in DTYPES_16BIT and not (gated and dtype in (FP8, MXFP4)):
+    quantised = dtype in (FP8, MXFP4) and (gated or out == FP8)
+    if out not in DTYPES_16BIT and not quantised:
         return f"stores bfloat16 or float16; out is {out}"
     return ""
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Epilogues that store sums without gating: to the result or (push) to each row's own address.
+// Epilogues that store sums without gating, after an activation or not: to the result or (push) to
+// each row's own address.
 #pragma once
 #include <weft/device/copy.cuh>
 #include <weft/gemm/mainloop_fp8.cuh>
@@ -46,6 +47,16 @@ template <GemmShape S> struct BiasColumns {
             for (u32 i = 0; i < sums; ++i) sum[i] += bias[i / 2 % 2];
     }
 };
+
+// Applies the activation to a thread's sums; NaN stays NaN.
+template <GemmShape S, u32 sums> WEFT_FN void activate(float (&sum)[sums]) {
+    if constexpr (S.relu2)
+#pragma unroll
+        for (u32 i = 0; i < sums; ++i) {
+            const float positive = max_nan(sum[i], 0.0f);
+            sum[i] = __fmul_rn(positive, positive);
+        }
+}
 
 // Loads the destination of the row with this thread's index. It is called before the mainloop,
 // which hides the latency.

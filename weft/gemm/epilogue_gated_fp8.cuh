@@ -50,20 +50,23 @@ template <GemmShape S> struct AmaxExchange {
 
 // Returns the factor of a row's values before the conversion to FP8. For a block with an Inf or a
 // NaN it is NaN, so that the whole block becomes NaN. One thread of one CTA stores the scale
-// (`keep`).
+// (`keep`). block: of 128 columns, in the row.
 template <GemmShape S>
-WEFT_FN float inverse_scale(const GemmArgs& a, const Tile& tile, u32 row, u32 bits, bool keep) {
+WEFT_FN float inverse_scale(const GemmArgs& a, const Tile& tile, u32 block, u32 row, u32 bits,
+                            bool keep) {
+    constexpr u32 blocks = (S.gated() ? S.n / 2 : S.n) / scale_block;
     const BlockScale scale = block_scale(bits);
     if (keep && row < tile.valid_m)
-        a.out_scales[u64(tile.first_row + row) * (S.n / cluster_n) + tile.n_block] = scale.scale;
+        a.out_scales[u64(tile.first_row + row) * blocks + block] = scale.scale;
     return bits >= infinity_bits ? scale.scale : scale.inverse;
 }
 
-// Returns the address of one half of the tile's columns of a gated row.
+// Returns the address of a row's columns in one half of a block of 128.
 template <GemmShape S>
-WEFT_FN u8* gated_row(const GemmArgs& a, const Tile& tile, u32 half, u32 row) {
-    return static_cast<u8*>(a.out) + u64(tile.first_row + row) * (S.n / 2) +
-           tile.n_block * block_n + half * gated_block_n;
+WEFT_FN u8* fp8_row(const GemmArgs& a, const Tile& tile, u32 block, u32 half, u32 row) {
+    constexpr u32 columns = S.gated() ? S.n / 2 : S.n;
+    return static_cast<u8*>(a.out) + u64(tile.first_row + row) * columns + block * scale_block +
+           half * gated_block_n;
 }
 
 // Gates a swapped tile: for every sixteen rows, the two warps with gates and ups of the same
@@ -143,7 +146,7 @@ WEFT_FN void store_fp8_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Til
              own += warpgroup_threads / 4) {
             const u32 row = row_in_tile(group, own), offset = self % 4 * 16;
             if (own < N / 2 && row < tile.valid_m)
-                *reinterpret_cast<uint4*>(gated_row<S>(a, tile, rank, row) + offset) =
+                *reinterpret_cast<uint4*>(fp8_row<S>(a, tile, tile.n_block, rank, row) + offset) =
                     *reinterpret_cast<const uint4*>(staging + (own - first) * fp8_staging_pitch +
                                                     offset);
         }
@@ -167,7 +170,7 @@ WEFT_FN void store_gated_fp8_swap_ab(const GemmArgs& a, GemmShared<S>& smem, con
     exchange.wait();
     if (row < N)
         smem.inverse_scales[row] =
-            inverse_scale<S>(a, tile, row, exchange.merged(row, bits), rank == 0);
+            inverse_scale<S>(a, tile, tile.n_block, row, exchange.merged(row, bits), rank == 0);
     sync_math_warps();
     store_fp8_swap_ab<S, N>(a, smem, tile, rank, gated);
 }
@@ -192,11 +195,11 @@ WEFT_FN u32 row_amax_normal(float amax) {
     return __float_as_uint(amax);
 }
 
-// Stores sixteen rows of half of the columns as FP8 through the warp's own staging memory. Four
-// lanes store 64 bytes of each row. first_row: this CTA's first row in the tile.
+// Stores sixteen rows of half of a block's columns as FP8 through the warp's own staging memory.
+// Four lanes store 64 bytes of each row. first_row: this CTA's first row in the tile.
 template <GemmShape S>
-WEFT_FN void store_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 half,
-                              const float (&gated)[normal_sums / 2], const float (&inverse)[2],
+WEFT_FN void store_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 block,
+                              u32 half, const float* values, const float (&inverse)[2],
                               u32 first_row) {
     const u32 lane = math_thread() % warp_lanes, offset = lane % 4 * 16;
     const u32 first = first_row + normal_row();
@@ -205,7 +208,7 @@ WEFT_FN void store_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile
     for (u32 j = 0; j < normal_sums / 8; ++j)
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
-            const float* const x = &gated[4 * j + 2 * i];
+            const float* const x = &values[4 * j + 2 * i];
             *reinterpret_cast<u16*>(staging + (lane / 4 + 8 * i) * fp8_staging_pitch + 8 * j +
                                     lane % 4 * 2) =
                 u16(pack_e4m3(__fmul_rn(x[0], inverse[i]), __fmul_rn(x[1], inverse[i])));
@@ -214,7 +217,7 @@ WEFT_FN void store_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile
 #pragma unroll
     for (u32 r = lane / 4; r < 16; r += 8)
         if (first + r < tile.valid_m)
-            *reinterpret_cast<uint4*>(gated_row<S>(a, tile, half, first + r) + offset) =
+            *reinterpret_cast<uint4*>(fp8_row<S>(a, tile, block, half, first + r) + offset) =
                 *reinterpret_cast<const uint4*>(staging + r * fp8_staging_pitch + offset);
 }
 
@@ -237,9 +240,9 @@ WEFT_FN void store_gated_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, cons
 #pragma unroll
     for (u32 i = 0; i < 2; ++i)
         inverse[i] =
-            inverse_scale<S>(a, tile, first + 8 * i, exchange.merged(first + 8 * i, bits[i]),
-                             rank == 0 && lane % 4 == 0);
-    store_fp8_normal(a, smem, tile, rank, gated, inverse, 0);
+            inverse_scale<S>(a, tile, tile.n_block, first + 8 * i,
+                             exchange.merged(first + 8 * i, bits[i]), rank == 0 && lane % 4 == 0);
+    store_fp8_normal(a, smem, tile, tile.n_block, rank, gated, inverse, 0);
 }
 
 // Gates, quantises and stores a split tile, where a warp has all columns of its rows.
@@ -255,12 +258,12 @@ WEFT_FN void store_gated_fp8_split(const GemmArgs& a, GemmShared<S>& smem, const
     }
 #pragma unroll
     for (u32 i = 0; i < 2; ++i)
-        inverse[i] =
-            inverse_scale<S>(a, tile, first + 8 * i, row_amax_normal(amax[i]), lane % 4 == 0);
+        inverse[i] = inverse_scale<S>(a, tile, tile.n_block, first + 8 * i,
+                                      row_amax_normal(amax[i]), lane % 4 == 0);
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
         if (half != 0) __syncwarp();  // the staging memory of the first half has been read
-        store_fp8_normal(a, smem, tile, half, gated[half], inverse, first_row);
+        store_fp8_normal(a, smem, tile, tile.n_block, half, gated[half], inverse, first_row);
     }
 }
 

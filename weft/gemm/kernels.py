@@ -18,7 +18,7 @@ import torch
 
 from weft.cuda.driver import call_driver
 from weft.errors import DriverError, InvalidArgument, OutOfOrder
-from weft.gemm.call import GemmCall
+from weft.gemm.call import QUANTISING, GemmCall
 from weft.gemm.config import (
     BLOCK_N,
     CLUSTER_N,
@@ -32,6 +32,7 @@ from weft.gemm.config import (
     Gated,
     GatedQuant,
     Push,
+    Store,
     WgmmaPlan,
     wgmma_unsupported_reason,
 )
@@ -209,13 +210,14 @@ class GemmShape:
         n: Rows of the weights of an expert.
         k: Columns of the weights of an expert.
         plan: Tile sizes.
-        epilogue: "store", "push", "gated" or "gated_fp8".
+        epilogue: "store", "store_fp8", "push", "gated" or "gated_fp8".
         out_dtype: Dtype of 16-bit results: "bf16" or "fp16".
         operand: Dtype of a and b: "fp8", "bf16" or "fp16"; "mxfp4" for FP8 rows and MXFP4 weights.
         bias: "none", "bf16", "fp16" or "fp32".
         prefetch_weights: See `grouped_gemm`.
         flag_in_data: See `Push`.
         situ: Whether the gating is SiTU.
+        relu2: Whether the activation of `Store` is "relu2".
     """
 
     experts: int
@@ -229,22 +231,25 @@ class GemmShape:
     prefetch_weights: bool = False
     flag_in_data: bool = False
     situ: bool = False
+    relu2: bool = False
 
     @classmethod
     def from_call(cls, call: GemmCall, plan: WgmmaPlan) -> GemmShape:
         """Build the shape for a call and a plan."""
         push = call.epilogue if isinstance(call.epilogue, Push) else None
-        gated = "gated_fp8" if call.a.dtype == FP8 else "gated"
+        store = call.epilogue if isinstance(call.epilogue, Store) else None
+        kind = "push" if push else "gated" if call.gated else "store"
         return cls(
             *call.sizes,
             plan,
-            epilogue=gated if call.gated else "push" if push else "store",
+            epilogue=f"{kind}_fp8" if isinstance(call.epilogue, QUANTISING) else kind,
             out_dtype=DTYPES_16BIT.get(call.out_dtype, "bf16"),
             operand=OPERANDS[call.b.dtype],
             bias="none" if call.bias is None else BIASES[call.bias.dtype],
             prefetch_weights=call.prefetch_weights,
             flag_in_data=push is not None and push.flag_in_data,
             situ=isinstance(call.epilogue, Gated) and call.epilogue.situ,
+            relu2=store is not None and store.activation == "relu2",
         )
 
     @property
@@ -254,7 +259,7 @@ class GemmShape:
         sizes = f"{self.experts}, {self.n}, {self.k}, {block_m}, {stages}"
         enums = f"weft::Epilogue::{self.epilogue}, weft::DType::{self.out_dtype}, "
         enums += f"weft::Operand::{self.operand}, weft::Bias::{self.bias}"
-        flags = self.prefetch_weights, self.flag_in_data, self.situ
+        flags = self.prefetch_weights, self.flag_in_data, self.situ, self.relu2
         return f"{{{sizes}, {enums}, {', '.join(str(flag).lower() for flag in flags)}}}"
 
     @property

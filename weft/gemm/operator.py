@@ -110,11 +110,12 @@ def grouped_gemm(
         a_scale: float32 `[*rows, k / 128]`, with any strides.
         b_scale: float32 `[experts, n / 128, k / 128]`; with MXFP4 `[experts, n]`.
         bias: `[experts, n]`, bfloat16, float16 or float32; added in fp32.
-        out: Tensor to write to, or with GatedQuant a pair of values and scales; None with Push.
+        out: Tensor to write to, or with GatedQuant and StoreQuant a pair of values and scales; None
+            with Push.
             Default: new tensors, bfloat16 for FP8, else a's dtype; rows of no expert are undefined.
         plan: Tiles of the kernel. Default: `weft.gemm.fastest_plan` for a's rows divided by the
             number of experts. If most rows of a are unused, pass a plan for the actual mean.
-        epilogue: What to do with the sums: Store, Gated, GatedQuant or Push.
+        epilogue: What to do with the sums: Store, StoreQuant, Gated, GatedQuant or Push.
         num_sms: SMs that the grid may fill. Default: all.
         programmatic_launch: Use programmatic dependent launch (PDL): the kernel may start before
             the previous kernel has finished, and the next kernel before this one has. Every later
@@ -132,7 +133,9 @@ def grouped_gemm(
     if _unknown:
         reject_unknown(grouped_gemm, _unknown)
     if not isinstance(epilogue, Store | Gated | Push):
-        raise_invalid("epilogue", epilogue, "a Store, Gated, GatedQuant or Push of weft.gemm")
+        raise_invalid(
+            "epilogue", epilogue, "a Store, StoreQuant, Gated, GatedQuant or Push of weft.gemm"
+        )
     if plan is not None and not isinstance(plan, GemmPlan | WgmmaPlan):
         raise_invalid("plan", plan, "a GemmPlan or WgmmaPlan of weft.gemm, or None")
     if num_sms is not None:

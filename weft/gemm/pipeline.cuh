@@ -35,7 +35,7 @@ template <GemmShape S> struct GemmShared {
     // The largest |x| of each row, as bits: per warp, and from the other CTA.
     u32 amax[S.gated_fp8() ? math_warps : 1][S.gated_fp8() ? S.cta_m() / 2 : 1];
     u32 peer_amax[S.gated_fp8() ? 2 : 1][S.gated_fp8() ? S.cta_m() : 1];
-    float inverse_scales[S.gated_fp8() ? S.cta_m() : 1];
+    float inverse_scales[S.stores_fp8() ? S.cta_m() : 1];
     u32 block_ends[S.experts], expert_order[S.experts];  // see tile_scheduler.cuh
     u32 counts[S.experts], first_rows[S.experts];
     u32 tickets[S.ticket_ring()];

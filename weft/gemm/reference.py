@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument
-from weft.gemm.call import GemmCall
-from weft.gemm.config import MXFP4, Gated, GatedQuant, GemmPlan, Push, WgmmaPlan
+from weft.gemm.call import QUANTISING, GemmCall
+from weft.gemm.config import MXFP4, Gated, GemmPlan, Push, WgmmaPlan
 from weft.gemm.mxfp4 import unpack_mxfp4
 from weft.jit import compile_shared
 from weft.reference import dequantize, quantize
@@ -73,10 +73,12 @@ def _store(call: GemmCall, y: torch.Tensor, first: int) -> None:
         return
     if isinstance(epilogue, Gated):
         y = apply_gating(epilogue, y)
+    elif epilogue.activation == "relu2":
+        y = torch.relu(y).square()
     out = call.out
     assert out is not None
     flat = out.view(-1, call.out_columns)
-    if isinstance(epilogue, GatedQuant):
+    if isinstance(epilogue, QUANTISING):
         y, scales = quantize(y, "fp8")
         assert call.out_scale is not None
         call.out_scale.view(-1, scales.shape[1])[rows] = scales

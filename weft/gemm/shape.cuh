@@ -8,7 +8,7 @@
 
 namespace weft {
 
-enum class Epilogue : u32 { store, push, gated, gated_fp8 };
+enum class Epilogue : u32 { store, push, gated, gated_fp8, store_fp8 };
 enum class Bias : u32 { none, bf16, fp16, fp32 };
 
 constexpr u32 block_n = 128;                  // weight rows per CTA; gated: half gate, half up
@@ -59,6 +59,7 @@ struct GemmShape {
     bool prefetch_weights;  // counts and weights were written before the previous kernel started
     bool flag_in_data;      // push: the owner polls the rows themselves
     bool situ;              // gated: gate and up are squashed by tanh
+    bool relu2;             // store and store_fp8: sums are squared after ReLU
 
     constexpr bool is_fp8() const { return operand == Operand::fp8; }
     constexpr bool is_mxfp4() const { return operand == Operand::mxfp4; }
@@ -88,6 +89,7 @@ struct GemmShape {
     }
     constexpr bool gated_fp8() const { return epilogue == Epilogue::gated_fp8; }
     constexpr bool gated() const { return gated_fp8() || epilogue == Epilogue::gated; }
+    constexpr bool stores_fp8() const { return gated_fp8() || epilogue == Epilogue::store_fp8; }
     // The difference between a tile height and the next lower one. Fewer heights compile faster.
     constexpr u32 m_granularity(u32 m) const {
         return m <= max_swap_ab_m ? block_m_granularity : 2 * block_m_granularity;

@@ -20,7 +20,7 @@ def weft_grouped_gemm(
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     SCALED: tl.constexpr, DUAL_N: tl.constexpr, SWAP: tl.constexpr, FLATTEN: tl.constexpr,
-    EPILOGUE: tl.constexpr, OUT_DTYPE: tl.constexpr,
+    EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, OUT_DTYPE: tl.constexpr,
     ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
@@ -30,7 +30,7 @@ def weft_grouped_gemm(
     up if GATED, else adjacent blocks. STEP: columns from one tile to the next. OTHER: weight rows
     from the first block to the second. WIDTH: columns of the result.
     """
-    GATED: tl.constexpr = EPILOGUE == "gated" or EPILOGUE == "quant"
+    GATED: tl.constexpr = EPILOGUE == "gated" or EPILOGUE == "gated_quant"
     STEP: tl.constexpr = BLOCK_N if GATED or not DUAL_N else 2 * BLOCK_N
     OTHER: tl.constexpr = N // 2 if GATED else BLOCK_N
     WIDTH: tl.constexpr = N // 2 if GATED else N
@@ -72,7 +72,7 @@ def weft_grouped_gemm(
                     other = dot(x, v, other, SWAP)
         epilogue(
             acc, other, expert, column, row, valid, bias, out, out_scale, dst_addr,
-            N, WIDTH % STEP != 0, BLOCK_M, BLOCK_N, DUAL_N, SWAP, EPILOGUE, OUT_DTYPE,
+            N, WIDTH % STEP != 0, BLOCK_M, BLOCK_N, DUAL_N, SWAP, EPILOGUE, ACTIVATION, OUT_DTYPE,
             ALPHA, OFFSET, LIMIT, BETA, LINEAR_BETA,
         )  # fmt: skip
 
@@ -136,7 +136,8 @@ def promote(part, scale, acc, SWAP: tl.constexpr):
 def epilogue(
     acc, other, expert, column, row, valid, bias, out, out_scale, dst_addr,
     N: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DUAL_N: tl.constexpr, SWAP: tl.constexpr, EPILOGUE: tl.constexpr, OUT_DTYPE: tl.constexpr,
+    DUAL_N: tl.constexpr, SWAP: tl.constexpr, EPILOGUE: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUT_DTYPE: tl.constexpr,
     ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +145,8 @@ def epilogue(
 
     If RAGGED, the last tile has columns beyond the result, which are not stored.
     """
-    GATED: tl.constexpr = EPILOGUE == "gated" or EPILOGUE == "quant"
+    GATED: tl.constexpr = EPILOGUE == "gated" or EPILOGUE == "gated_quant"
+    QUANT: tl.constexpr = EPILOGUE == "gated_quant" or EPILOGUE == "store_quant"
     WIDTH: tl.constexpr = N // 2 if GATED else N
     m_offsets = tl.arange(0, BLOCK_M)
     mask = m_offsets < valid
@@ -153,7 +155,9 @@ def epilogue(
     if GATED:
         other = with_bias(other, bias, expert * N + WIDTH + column, WIDTH - column, BLOCK_N, SWAP)
         acc = gate(acc, other, ALPHA, OFFSET, LIMIT, BETA, LINEAR_BETA)
-    if EPILOGUE == "quant":
+    else:
+        acc = activate(acc, ACTIVATION)
+    if QUANT:
         acc, scale = quantize(acc)
         tl.store(out_scale + rows * (WIDTH // 128) + column // 128, scale, mask=mask)
     if EPILOGUE == "push":
@@ -166,6 +170,10 @@ def epilogue(
     if DUAL_N and not GATED:
         column += BLOCK_N
         other = with_bias(other, bias, expert * N + column, N - column, BLOCK_N, SWAP)
+        other = activate(other, ACTIVATION)
+        if QUANT:
+            other, scale = quantize(other)
+            tl.store(out_scale + rows * (WIDTH // 128) + column // 128, scale, mask=mask)
         store(row_ptrs, mask, column, WIDTH, other.to(OUT_DTYPE), RAGGED, BLOCK_N)
 
 
@@ -178,6 +186,15 @@ def with_bias(acc, bias, first, left, BLOCK_N: tl.constexpr, SWAP: tl.constexpr)
         n = tl.arange(0, BLOCK_N)
         acc += tl.load(bias + first + n, mask=n < left, other=0.0).to(tl.float32)[None, :]
     return acc
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """Return the activation of `Store`; NaN is propagated."""
+    if ACTIVATION == "relu2":
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        x = x * x
+    return x
 
 
 @triton.jit

@@ -13,7 +13,17 @@ import torch
 from weft.distribution import install_hint
 from weft.errors import InvalidArgument
 from weft.gemm.call import GemmCall
-from weft.gemm.config import BLOCK_N, FP8, MXFP4, Gated, GatedQuant, GemmPlan, Push
+from weft.gemm.config import (
+    BLOCK_N,
+    FP8,
+    MXFP4,
+    Gated,
+    GatedQuant,
+    GemmPlan,
+    Push,
+    Store,
+    StoreQuant,
+)
 
 
 def check_plan(call: GemmCall, plan: GemmPlan) -> None:
@@ -30,7 +40,8 @@ def check_plan(call: GemmCall, plan: GemmPlan) -> None:
         raise InvalidArgument(
             f"block_n is {plan.block_n}; gating needs {2 * BLOCK_N}, half of it gate, half up"
         )
-    if call.a.dtype == FP8 and not call.gated and call.out_columns % plan.block_n:
+    by_128_columns = call.a.dtype == FP8 or isinstance(call.epilogue, StoreQuant)
+    if by_128_columns and not call.gated and call.out_columns % plan.block_n:
         raise InvalidArgument(
             f"out has {call.out_columns} columns; FP8 needs a multiple of block_n, {plan.block_n}"
         )
@@ -141,6 +152,7 @@ def build_kernel_constants(call: GemmCall, plan: GemmPlan, use_pdl: bool = False
         "SWAP": plan.swap,
         "FLATTEN": plan.flatten,
         "EPILOGUE": _epilogue_name(epilogue),
+        "ACTIVATION": epilogue.activation if isinstance(epilogue, Store) else None,
         "OUT_DTYPE": _triton_dtype(call.out_dtype),
         "ALPHA": gating.alpha,
         "OFFSET": gating.offset,
@@ -153,7 +165,9 @@ def build_kernel_constants(call: GemmCall, plan: GemmPlan, use_pdl: bool = False
 
 def _epilogue_name(epilogue: object) -> str:
     if isinstance(epilogue, GatedQuant):
-        return "quant"
+        return "gated_quant"
+    if isinstance(epilogue, StoreQuant):
+        return "store_quant"
     if isinstance(epilogue, Gated):
         return "gated"
     return "push" if isinstance(epilogue, Push) else "store"
