@@ -30,9 +30,11 @@ __all__ = [
     "identity_round_trip",
     "moe_layer",
     "quantize",
+    "relu2",
     "swiglu",
 ]
 
+Activation = Callable[[torch.Tensor], torch.Tensor]
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -213,6 +215,12 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @disable_autocast
+def relu2(up: torch.Tensor) -> torch.Tensor:
+    """Return `max(up, 0) ** 2`, the activation of Nemotron-3's experts, which have no gate."""
+    return up.relu().square()
+
+
+@disable_autocast
 def moe_layer(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -223,6 +231,7 @@ def moe_layer(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     gating: Gate = swiglu,
+    activation: Activation | None = None,
     weigh_input: bool = False,
     shared: torch.Tensor | None = None,
     placement: Placement | None = None,
@@ -238,11 +247,13 @@ def moe_layer(
         x: `[tokens, hidden]`.
         topk_ids: Integers `[tokens, top_k]`, -1 for none.
         topk_weights: float32 `[tokens, top_k]`.
-        gate_up: `[num_experts, 2 * intermediate, hidden]` of all ranks' experts, gate rows first.
+        gate_up: `[num_experts, 2 * intermediate, hidden]` of all ranks' experts, gate rows first;
+            with `activation` up alone, `[num_experts, intermediate, hidden]`.
         down: `[num_experts, hidden, intermediate]`.
-        gate_up_bias: `[num_experts, 2 * intermediate]`, or None.
+        gate_up_bias: `[num_experts, rows of gate_up]`, or None.
         down_bias: `[num_experts, hidden]`, or None.
         gating: Function of the gate and up halves.
+        activation: Function of up, such as `relu2`, for experts without a gate.
         weigh_input: Whether to multiply the experts' inputs, rather than their results, by the
             weights.
         shared: `[tokens, hidden]`, a shared expert's result, or None.
@@ -259,7 +270,8 @@ def moe_layer(
         bias = None if gate_up_bias is None else gate_up_bias[expert].float()
         h = functional.linear(rows, gate_up[expert].float(), bias)
         bias = None if down_bias is None else down_bias[expert].float()
-        y = functional.linear(gating(*h.chunk(2, dim=-1)), down[expert].float(), bias)
+        act = gating(*h.chunk(2, dim=-1)) if activation is None else activation(h)
+        y = functional.linear(act, down[expert].float(), bias)
         owner = 0 if placement is None else placement.ranks[expert]
         # A token chooses an expert at most once, so the rows are distinct.
         sums[owner, token] += y if weigh_input else y * weight

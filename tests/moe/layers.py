@@ -16,12 +16,14 @@ from weft.gemm import Gated, unpack_mxfp4
 from weft.gemm.config import MXFP4
 from weft.moe import (
     CLAMPED_SWIGLU,
+    RELU2,
     SWIGLU,
     Expert,
     ExpertWeights,
     Gating,
     MoEConfig,
     Routing,
+    Ungated,
     route,
 )
 from weft.moe.layer.throughput import ThroughputWorkspace
@@ -43,8 +45,19 @@ CONFIGS = {
         Routing(EXPERTS, 1, score="sigmoid", renormalise=False, weigh="input"),
         shared=32,
     ),
+    "nemotron": MoEConfig(
+        HIDDEN,
+        32,
+        Routing(EXPERTS, 3, score="sigmoid", correction=True, scale=2.5),
+        gating=RELU2,
+        shared=48,
+    ),
 }
-GATINGS = {SWIGLU: weft.reference.swiglu, CLAMPED_SWIGLU: weft.reference.clamped_swiglu}
+GATINGS: dict[Gating | Ungated, Callable[..., torch.Tensor]] = {
+    SWIGLU: weft.reference.swiglu,
+    CLAMPED_SWIGLU: weft.reference.clamped_swiglu,
+    RELU2: weft.reference.relu2,
+}
 
 
 def ordinary_bytes(layer: weft.MoE) -> int:
@@ -60,8 +73,11 @@ def ordinary_bytes(layer: weft.MoE) -> int:
     return sum(t.numel() * t.itemsize for t in (*rows, *workspace.buffers))
 
 
-def formula(gating: Gating) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a gating with any parameters."""
+def formula(gating: Gating | Ungated) -> Callable[..., torch.Tensor]:
+    """Return a gating with any parameters, or an activation."""
+    if gating in GATINGS:
+        return GATINGS[gating]
+    assert isinstance(gating, Gating)
     numbers = Gated(**asdict(gating))
     return lambda gate, up: gated(numbers, torch.cat((gate, up), dim=-1))
 
@@ -143,17 +159,18 @@ class Case:
         device, config = x.device, self.config
         ids, weights = route(config.routing, logits, correction=self.correction(device))
         every = self.weights(range(EXPERTS), device)
-        plain = GATINGS.get(config.gating) or formula(config.gating)
-        gating = plain
+        gating = plain = formula(config.gating)
         gate_up, down = every.gate_up, every.down
         if fp8:
             quantize = "fp8"
             packed = self.packed(every)
             gate_up, down = dequantized(packed, "gate_up"), dequantized(packed, "down")
 
-            def gating(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-                return weft.reference.dequantize(*weft.reference.quantize(plain(gate, up), "fp8"))
+            def gating(*parts: torch.Tensor) -> torch.Tensor:
+                return weft.reference.dequantize(*weft.reference.quantize(plain(*parts), "fp8"))
 
+        name = "gating" if isinstance(config.gating, Gating) else "activation"
+        activation: dict[str, Any] = {name: gating}
         shared, exchange = self.shared(device), layer.exchange
         by_rank = isinstance(exchange, weft.AllToAll) and layer.replicas is None
         sent = x
@@ -169,7 +186,7 @@ class Case:
             down,
             gate_up_bias=every.gate_up_bias,
             down_bias=every.down_bias,
-            gating=gating,
+            **activation,
             weigh_input=config.routing.weigh == "input",
             shared=None if shared is None else shared(x),
             # Rows that return one by one are summed unrounded; which rank sums a replica's is open.

@@ -39,7 +39,7 @@ from tests.moe.layers import CONFIGS
 from tests.test_arguments import MAP, SMS, pytestmark, tried
 from weft import MoEConfig
 from weft.errors import InvalidArgument
-from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan
+from weft.gemm import Gated, GatedQuant, GemmPlan, Push, Store, StoreQuant, WgmmaPlan
 from weft.group import Group
 from weft.moe import (
     MODELS,
@@ -50,6 +50,7 @@ from weft.moe import (
     Gating,
     Replicas,
     Routing,
+    Ungated,
     balance,
     compute_topk_weights,
     normalize_topk,
@@ -114,6 +115,7 @@ def configs() -> list[Row]:
             row(kind, both, alpha=REAL, offset=REAL, beta=POSITIVE, linear_beta=POSITIVE)
             for kind in (Gating, Gated, GatedQuant)
         ),
+        *(row(kind, {"activation": "relu2"}) for kind in (Ungated, Store, StoreQuant)),
     ]
 
 
@@ -216,6 +218,12 @@ def experts() -> list[Row]:
             Gating().apply,
             {"gate_up": torch.randn((TOKENS, 8))},
             gate_up=kind_of_values([1.0], "a", True, 7, torch.zeros(2).numpy()),
+            out=kind_of_values([1.0], "a", True, 7).optional(),
+        ),
+        row(
+            Ungated().apply,
+            {"up": torch.randn((TOKENS, 8))},
+            up=kind_of_values([1.0], "a", True, 7, torch.zeros(2).numpy()),
             out=kind_of_values([1.0], "a", True, 7).optional(),
         ),
     ]

@@ -21,7 +21,7 @@ from tests.moe.layers import dequantize_blocks, dequantized
 from tests.moe.test_mxfp4 import padded_with_zeros
 from weft.errors import InvalidArgument
 from weft.json_files import read_json
-from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
+from weft.moe import RELU2, SWIGLU, Expert, ExpertWeights, MoEConfig, Routing
 from weft.moe.experts.quantize import quantize_blocks
 
 safetensors = pytest.importorskip("safetensors")
@@ -48,9 +48,10 @@ def stacked(*experts: int, config: MoEConfig = CONFIG) -> ExpertWeights:
 
 def separate(config: MoEConfig = CONFIG) -> Tensors:
     result: Tensors = {}
+    parts = config.gating.num_projections
     for index, expert in enumerate(experts_of(config)):
-        gate, up = expert.gate_up.chunk(2)
-        for name, tensor in (("gate", gate), ("up", up), ("down", expert.down)):
+        tensors = (*expert.gate_up.chunk(parts), expert.down)
+        for name, tensor in zip(("gate", "up", "down")[-1 - parts :], tensors, strict=True):
             result[f"{NAME}.{index}.{name}_proj.weight"] = tensor.contiguous()
     return result
 
@@ -116,6 +117,40 @@ def test_some_experts_of_one_layer_in_many_files(tmp_path):
             read(folder, 1, config=config),
             ExpertWeights.stack(config, [Expert.seeded(CONFIG, 1).to(dtype)]),
         )
+
+
+def test_experts_without_a_gate(tmp_path):
+    """Separate, fused, and of a size that FP8 pads with zeros; gates belong to other configs."""
+    config = replace(CONFIG, gating=RELU2)
+    folder = save(tmp_path, separate(config))
+    same(read(folder, 2, 0, config=config), stacked(2, 0, config=config))
+    same(read(folder, 2, config=config, fp8=True), stacked(2, config=config).to_fp8())
+    with pytest.raises(InvalidArgument, match=r"has no tensor .*0\.gate_proj\.weight"):
+        read(folder, 0)
+    whole = stacked(*range(EXPERTS), config=config)
+    stem = f"backbone.layers.{LAYER}.mixer.experts."
+    fused = {f"{stem}up_proj": whole.gate_up, f"{stem}down_proj": whole.down}
+    same(read(save(tmp_path, fused), 3, 1, config=config), stacked(3, 1, config=config))
+    save(tmp_path, separate())
+    with pytest.raises(InvalidArgument, match="gate_proj.weight, which weft does not read"):
+        read(tmp_path, 0, config=config)
+
+
+@pytest.mark.parametrize("gating", [SWIGLU, RELU2], ids=["gated", "ungated"])
+def test_unquantised_experts_are_zero_padded(tmp_path, gating):
+    small = replace(CONFIG, hidden=160, intermediate=96, gating=gating)
+    folder, whole = save(tmp_path, separate(small)), stacked(1, config=small)
+    values = {name: getattr(whole, name) for name in MATRICES}
+    wide = replace(small, hidden=256, intermediate=128)
+    padded = ExpertWeights(**padded_with_zeros(values, False, gating.num_projections))
+    same(read(folder, 1, config=wide), padded)
+    same(read(folder, 1, config=wide, fp8=True), padded.to_fp8())
+    with pytest.raises(InvalidArgument, match=r"\[96, 160\]; the config expects \[128, 384\]"):
+        read(folder, 1, config=replace(wide, hidden=384), fp8=True)
+    mixed = separate(small)
+    mixed[f"{NAME}.1.up_proj.weight"] = mixed[f"{NAME}.1.up_proj.weight"].to(torch.float8_e4m3fn)
+    with pytest.raises(InvalidArgument, match=r"as F8_E4M3, .*pads only unquantised experts"):
+        read(save(tmp_path, mixed), 1, config=wide, fp8=True)
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model.model."])

@@ -9,19 +9,20 @@ import torch
 import weft
 from tests.moe.layers import CONFIGS, GATINGS, dequantize_blocks
 from weft.gemm import quantize_rows
-from weft.moe import CLAMPED_SWIGLU, SWIGLU, Expert, FP8Expert, Gating
+from weft.moe import RELU2, SWIGLU, Expert, FP8Expert, Gating, Ungated
 from weft.moe.experts.quantize import quantize_blocks
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("gating", list(GATINGS), ids=["swiglu", "clamped"])
+@pytest.mark.parametrize("gating", list(GATINGS), ids=["swiglu", "clamped", "relu2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gating(gating, dtype):
     h = (torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * 6).to(dtype)
-    expected = GATINGS[gating](*h.float().chunk(2, dim=-1))
+    parts = gating.num_projections
+    expected = GATINGS[gating](*h.float().chunk(parts, dim=-1))
     assert bool((h.float().abs() > 7).any()), "the limits must matter"
-    out = torch.full((3, 5, 32), float("nan"), dtype=dtype)
+    out = torch.full((3, 5, 64 // parts), float("nan"), dtype=dtype)
     fresh = gating.apply(h.clone())
     assert gating.apply(h, out=out) is out
     assert torch.equal(fresh, out)
@@ -29,7 +30,7 @@ def test_gating(gating, dtype):
     torch.testing.assert_close(out.float(), expected, rtol=4 * eps, atol=4 * eps)
 
 
-@pytest.mark.parametrize("name", ["softmax", "gpt-oss"])
+@pytest.mark.parametrize("name", ["softmax", "gpt-oss", "nemotron"])
 def test_an_expert_is_its_formula(name):
     config = replace(CONFIGS[name], dtype=torch.float32, shared=24)
     expert, shared = Expert.seeded(config, 3), Expert.seeded(config, 3, shared=True)
@@ -37,17 +38,19 @@ def test_an_expert_is_its_formula(name):
     biases = expert.gate_up_bias, expert.down_bias
     assert [bias is not None for bias in biases] == [config.biased] * 2
     up, down = (0.0 if bias is None else bias for bias in biases)
-    gated = GATINGS[config.gating](*(x @ expert.gate_up.T + up).chunk(2, dim=-1))
+    parts = config.gating.num_projections
+    gated = GATINGS[config.gating](*(x @ expert.gate_up.T + up).chunk(parts, dim=-1))
     torch.testing.assert_close(expert(x), gated @ expert.down.T + down)
     assert not torch.equal(Expert.seeded(config, 4).down, expert.down)
     assert shared.down.shape == (config.hidden, 24)
     assert shared.gate_up_bias is None
-    assert shared.gating is SWIGLU
+    assert shared.gating is (RELU2 if name == "nemotron" else SWIGLU)
 
 
-def fp8_expert(gating: Gating, hidden: int = 384, inner: int = 128) -> Expert:
+def fp8_expert(gating: Gating | Ungated, hidden: int = 384, inner: int = 128) -> Expert:
     seed = torch.Generator().manual_seed(3)
-    gate_up = torch.randn(2 * inner, hidden, generator=seed) * hidden**-0.5
+    rows = gating.num_projections * inner
+    gate_up = torch.randn(rows, hidden, generator=seed) * hidden**-0.5
     down = torch.randn(hidden, inner, generator=seed) * inner**-0.5
     return Expert(gate_up.bfloat16(), down.bfloat16(), gating=gating)
 
@@ -58,15 +61,15 @@ def round_to_fp8(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [0, 1, 200])
-@pytest.mark.parametrize("gating", [SWIGLU, CLAMPED_SWIGLU], ids=["swiglu", "clamped"])
-def test_an_expert_in_fp8(gating: Gating, tokens: int, device: str):
+@pytest.mark.parametrize("gating", list(GATINGS), ids=["swiglu", "clamped", "relu2"])
+def test_an_expert_in_fp8(gating: Gating | Ungated, tokens: int, device: str):
     plain = fp8_expert(gating)
     x = torch.randn(tokens, 384, generator=torch.Generator().manual_seed(tokens)).bfloat16()
     got = FP8Expert.from_expert(plain).to(device)(x.to(device))
     assert got.dtype == torch.bfloat16
     gate_up = dequantize_blocks(*quantize_blocks(plain.gate_up[None]))[0]
     down = dequantize_blocks(*quantize_blocks(plain.down[None]))[0]
-    gated = GATINGS[gating](*(round_to_fp8(x) @ gate_up.T).chunk(2, dim=-1))
+    gated = GATINGS[gating](*(round_to_fp8(x) @ gate_up.T).chunk(gating.num_projections, dim=-1))
     expected = round_to_fp8(gated) @ down.T
     # A product in another order may round to the neighbour in FP8: 2^-3 of one number of 128.
     slack = 0.03 * float(expected.abs().max()) if tokens else 0.0

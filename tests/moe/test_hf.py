@@ -3,13 +3,14 @@
 
 import contextlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from weft.errors import InvalidArgument
-from weft.moe import MODELS, MoEConfig, Routing
+from weft.moe import MODELS, RELU2, Gating, MoEConfig, Routing
 from weft.moe.hf import SEMANTIC_FIELDS, SEMANTIC_WHEN_FALSE
 
 BF16 = {"torch_dtype": "bfloat16"}
@@ -28,6 +29,13 @@ DEEPSEEK: dict[str, Any] = {
     "num_experts_per_tok": 8, "num_hidden_layers": 61, "routed_scaling_factor": 2.5,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc", **BF16,
+}  # fmt: skip
+NEMOTRON: dict[str, Any] = {
+    "model_type": "nemotron_h", "hidden_size": 2688, "intermediate_size": 1856,
+    "mlp_hidden_act": "relu2", "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "n_groups": 8,
+    "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_experts_per_tok": 6, "routed_scaling_factor": 2.5, "topk_group": 1, **BF16,
 }  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek-v3": DEEPSEEK,
@@ -102,6 +110,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "topk_method": "noaux_tc",
         },
     },
+    "nemotron-3-nano": NEMOTRON,
+    "nemotron-3-super": {
+        **NEMOTRON, "hidden_size": 4096, "intermediate_size": 2688, "moe_intermediate_size": 2688,
+        "moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376,
+        "n_routed_experts": 512, "num_experts_per_tok": 22, "routed_scaling_factor": 5.0,
+    },
     "llama-4-scout": {
         "model_type": "llama4", **BF16,
         "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 1408},
@@ -148,7 +162,17 @@ EXPECTED = {
     "hunyuan-a13b": layer(4096, 3072, 3072, num_experts=64, top_k=8),
     "hy3": layer(4096, 1536, 1536, num_experts=192, top_k=8, scale=2.826, **NOAUX),
     "ling-mini-2.0": layer(2048, 512, 512, num_experts=256, top_k=8, **LING),
+    "nemotron-3-super": replace(
+        layer(1024, 2688, 0, num_experts=512, top_k=22, scale=5.0, **NOAUX), gating=RELU2
+    ),
 }
+# Fields of the engine's projections and shared experts.
+LATENT = {
+    "kimi-k3": {"hidden_size", "num_shared_experts"},
+    "nemotron-3-super": {
+        "hidden_size", "moe_shared_expert_intermediate_size", "n_shared_experts"
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -166,7 +190,8 @@ def test_other_values_of_published_models():
     assert MoEConfig.from_hf({**DEEPSEEK, "n_shared_experts": 0}).shared == 0
     coder = {**PUBLISHED["qwen3-30b-a3b"], "shared_expert_intermediate_size": 0}
     assert MoEConfig.from_hf(coder) == MODELS["qwen3-30b-a3b"]
-    assert MoEConfig.from_hf({**PUBLISHED["gpt-oss-120b"], "swiglu_limit": 5}).gating.limit == 5.0
+    limited = MoEConfig.from_hf({**PUBLISHED["gpt-oss-120b"], "swiglu_limit": 5})
+    assert limited.gating == Gating(1.702, 1.0, 5.0)
     unbiased = {**PUBLISHED["minimax-m2"], "use_routing_bias": False}
     assert not MoEConfig.from_hf(unbiased).routing.correction
     outer = {"model_type": "kimi_k25", "text_config": PUBLISHED["kimi-k2"]}
@@ -178,8 +203,8 @@ FREE = {
     "architectures", "decoder_sparse_step", "dense_intermediate_size", "expert_dtype",
     "experts_per_token", "first_k_dense_replace", "interleave_moe_layer_step",
     "intermediate_size_mlp", "latent_moe_use_norm", "mlp_only_layers", "moe_layer_freq",
-    "num_hash_layers", "num_hidden_layers", "quantization_config", "router_jitter_noise",
-    "text_config",
+    "n_groups", "num_hash_layers", "num_hidden_layers", "quantization_config",
+    "router_jitter_noise", "text_config",
 }  # fmt: skip
 BIASES = {
     "use_routing_bias", "moe_router_enable_expert_bias", "use_expert_bias", "moe_use_aux_free",
@@ -193,6 +218,7 @@ OPTIONAL_OF = {
     "ling-mini-2.0": {"moe_shared_expert_intermediate_size"},
     "minimax-m2": {"shared_intermediate_size"},
     "minimax-m3": {"n_shared_experts"},
+    "nemotron-3-super": {"moe_latent_size"},
 }
 
 
@@ -230,8 +256,7 @@ def test_each_field_that_decides_something_is_needed_and_checked(name):
     free = set(FREE)
     if "moe_intermediate_size" in inner and name != "hunyuan-a13b":
         free.add("intermediate_size")
-    if name == "kimi-k3":  # of the engine's projections and shared experts
-        free |= {"hidden_size", "num_shared_experts"}
+    free |= LATENT.get(name, set())
     decisive = set()
     for field, value in inner.items():
         try:
@@ -268,6 +293,8 @@ def test_each_field_that_decides_something_is_needed_and_checked(name):
                 ("hy3", "mlp_bias", True),
                 ("ling-mini-2.0", "num_experts_per_tok", 1),
                 ("ling-mini-2.0", "use_bias", True),
+                ("nemotron-3-nano", "mlp_bias", True),
+                ("nemotron-3-nano", "n_shared_experts", 2),
             )
         ),
         (DEEPSEEK, {"torch_dtype": "float8"}, "dtype in config is 'float8'; choose one of"),
@@ -315,4 +342,4 @@ def test_no_field_with_a_meaning_is_ignored(name):
         if same == [True] * (2 if field in FLAGS else 1):
             ignored.add(field)
     # The engine runs the shared experts of a latent layer beside it.
-    assert ignored <= ({"n_shared_experts", "num_shared_experts"} if name == "kimi-k3" else set())
+    assert ignored <= ({"n_shared_experts"} | LATENT[name] if name in LATENT else set())

@@ -102,6 +102,7 @@ def test_every_wire(group, mode):
 
 DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
 BIASED = replace(CONFIGS["gpt-oss"], hidden=WIDER, intermediate=128)
+UNGATED = replace(CONFIGS["nemotron"], hidden=WIDER, intermediate=128)
 # Pushed FP8 columns come in pairs of blocks.
 PAIRS = replace(DEEP, hidden=256)
 
@@ -137,6 +138,8 @@ OVERLAPPED: list[tuple[weft.MoEConfig, dict[str, Any], tuple[str, ...]]] = [
     (DEEP, {"gemm": "torch"}, ("low_latency",)),
     (BIASED, GROUPED, MODES),
     (BIASED, {"gemm": "torch"}, ("throughput",)),
+    (UNGATED, GROUPED, ("throughput",)),
+    (UNGATED, FP8, ("low_latency",)),
     (PAIRS, FP8, ()),
     (replace(DEEP, dtype=torch.float16), GROUPED, ()),
 ]

@@ -151,13 +151,17 @@ def in_memory(far_apart: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
     return inputs, whole
 
 
-def padded_with_zeros(whole: dict[str, torch.Tensor], interleaved: bool) -> dict[str, torch.Tensor]:
+def padded_with_zeros(
+    whole: dict[str, torch.Tensor], interleaved: bool, projections: int = 2
+) -> dict[str, torch.Tensor]:
     """Pad to hidden 256 and intermediate 128, the gate's rows first."""
     result = {}
     for name, tensor in whole.items():
         parts = [tensor]
         if name.startswith("gate_up"):
-            parts = [tensor[:, ::2], tensor[:, 1::2]] if interleaved else list(tensor.chunk(2, 1))
+            parts = list(tensor.chunk(projections, 1))
+            if interleaved:
+                parts = [tensor[:, ::2], tensor[:, 1::2]]
         rows = 128 if name.startswith("gate_up") else 256
         columns = (256 if name == "gate_up" else 128) if tensor.dim() == 3 else 0
         wide = []

@@ -121,15 +121,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, **QWEN, "num_expert_group": 4, "topk_group": 2, "num_experts_per_token": 3,
          "pad_token_id": None},
     ),
+    "nemotron_h": (
+        "NemotronH",
+        {**FEW, **DENSE, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5,
+         "moe_shared_expert_intermediate_size": 48, "layers_block_type": ["full_attention", "moe"]},
+    ),
     "mistral4": ("Mistral4", {**DEEPSEEK, **GROUPS, "num_experts_per_tok": 3}),
     "mistral_large4_text": ("MistralLarge4Text", {**DEEPSEEK, **INDEXER, **NO_GROUPS}),
 }  # fmt: skip
 
 
-def model(name: str) -> torch.nn.Module:
+def model(name: str, **more: Any) -> torch.nn.Module:
     """Return a model of transformers in which every number matters, also biases."""
     family, sizes = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **sizes})
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **sizes, **more})
     named = f"{family.removesuffix('Text')}ForCausalLM"
     if not hasattr(transformers, named):
         named = f"{family}Model"
@@ -146,7 +151,8 @@ def model(name: str) -> torch.nn.Module:
 
 def block_of(hf_model: torch.nn.Module, number: int = LAYER) -> torch.nn.Module:
     layer = getattr(hf_model, "model", hf_model).get_submodule(f"layers.{number}")
-    block = getattr(layer, "mlp", None) or getattr(layer, "feed_forward", None)
+    names = ("mlp", "feed_forward", "mixer")
+    block = next(getattr(layer, name) for name in names if hasattr(layer, name))
     assert isinstance(block, torch.nn.Module)
     return block
 
@@ -171,9 +177,10 @@ def shared_of(block: torch.nn.Module, config: MoEConfig) -> torch.nn.Module | No
         return None
     parts = {name.split(".")[-2]: tensors[name] for name in names}
     gate_up = parts.get("gate_up_proj")  # MiniMax-M3
+    projections = config.gating.num_projections
     if gate_up is None:
-        gate_up = torch.cat((parts["gate_proj"], parts["up_proj"]))
-    assert gate_up.shape == (2 * config.shared, config.hidden)
+        gate_up = torch.cat([parts[name] for name in ("gate_proj", "up_proj")[-projections:]])
+    assert gate_up.shape == (projections * config.shared, config.hidden)
     gating = SWIGLU if type(block).__name__ == "HYV4MoE" else config.gating
     expert = Expert(gate_up, parts["down_proj"], gating=gating)
     own = tensors.get("shared_expert_gate.weight")
@@ -203,6 +210,7 @@ def run_layer(
         ("qwen3_moe", False),
         ("deepseek_v4", False),
         ("lfm2_moe", False),
+        ("nemotron_h", False),
     ],
 )
 @torch.no_grad()
@@ -229,6 +237,24 @@ def test_a_layer_over_ranks_is_the_block(name, original, ranks, tmp_path):
     routing = {"logits": logits}
     for out in ranks(2, "threads")(run_layer, str(tmp_path), LAYER, x, routing, parts):
         assert float((out - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+@torch.no_grad()
+def test_a_layer_between_latent_projections(ranks, tmp_path):
+    hf_model = model("nemotron_h", moe_latent_size=32)
+    hf_model.save_pretrained(tmp_path)  # type: ignore[operator]
+    config, block = MoEConfig.from_hf(tmp_path), block_of(hf_model)
+    assert (config.hidden, config.shared) == (32, 0)
+    x = torch.randn(TOKENS, SIZES["hidden_size"], generator=torch.Generator().manual_seed(4))
+    logits = router_logits(x, gate_of(block).weight.data)
+    parts = {"correction": correction_of(block)}
+    rows, expected = block.get_submodule("fc1_latent_proj")(x), block(x[None])[0]
+    for out in ranks(2, "threads")(
+        run_layer, str(tmp_path), LAYER, rows, {"logits": logits}, parts
+    ):
+        whole = block.get_submodule("fc2_latent_proj")(out)
+        whole += block.get_submodule("shared_experts")(x)
+        assert float((whole - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
 @torch.no_grad()

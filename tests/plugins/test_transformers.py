@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SHARED, OWN = ("weft", "all_reduce", "all_to_all"), ("weft", "all_to_all")
 FAMILIES = (
     "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v4", "glm_moe_dsa", "minimax_m2",
-    "qwen3_next", "gpt_oss",
+    "qwen3_next", "gpt_oss", "nemotron_h",
 )  # fmt: skip
 GENERATION: dict[str, Any] = {
     "tie_word_embeddings": False,

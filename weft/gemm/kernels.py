@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int64, c_uint32, c_uint64
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,10 +30,10 @@ from weft.gemm.config import (
     MXFP4_BLOCK_MS,
     NORMAL_M,
     UNIT_PAIR_BYTES,
+    Epilogue,
     Gated,
     GatedQuant,
     Push,
-    Store,
     WgmmaPlan,
     wgmma_unsupported_reason,
 )
@@ -236,20 +237,14 @@ class GemmShape:
     @classmethod
     def from_call(cls, call: GemmCall, plan: WgmmaPlan) -> GemmShape:
         """Build the shape for a call and a plan."""
-        push = call.epilogue if isinstance(call.epilogue, Push) else None
-        store = call.epilogue if isinstance(call.epilogue, Store) else None
-        kind = "push" if push else "gated" if call.gated else "store"
         return cls(
             *call.sizes,
             plan,
-            epilogue=f"{kind}_fp8" if isinstance(call.epilogue, QUANTISING) else kind,
             out_dtype=DTYPES_16BIT.get(call.out_dtype, "bf16"),
             operand=OPERANDS[call.b.dtype],
             bias="none" if call.bias is None else BIASES[call.bias.dtype],
             prefetch_weights=call.prefetch_weights,
-            flag_in_data=push is not None and push.flag_in_data,
-            situ=isinstance(call.epilogue, Gated) and call.epilogue.situ,
-            relu2=store is not None and store.activation == "relu2",
+            **describe_epilogue(call.epilogue),
         )
 
     @property
@@ -286,6 +281,16 @@ class GemmShape:
     def compile(self, arch: str) -> bytes:
         """Compile the kernel and return its cubin; needs no GPU. Raises CompileError."""
         return compile_cubin(self.source, name="grouped_gemm", arch=arch, options=CUDA_OPTIONS)
+
+
+def describe_epilogue(epilogue: Epilogue) -> dict[str, Any]:
+    """Return the fields of `GemmShape` that an epilogue determines."""
+    if isinstance(epilogue, Push):
+        return {"epilogue": "push", "flag_in_data": epilogue.flag_in_data}
+    suffix = "_fp8" if isinstance(epilogue, QUANTISING) else ""
+    if isinstance(epilogue, Gated):
+        return {"epilogue": f"gated{suffix}", "situ": epilogue.situ}
+    return {"epilogue": f"store{suffix}", "relu2": epilogue.activation == "relu2"}
 
 
 _functions: dict[tuple[int, GemmShape], Function] = {}  # by device and shape; all threads use it

@@ -7,7 +7,7 @@ from weft.moe.experts.modules import Expert, GatedExpert
 from weft.moe.experts.weights import ExpertWeights
 from weft.moe.layer.choice import MODES, OVERLAPS, LayerChoice
 from weft.moe.layer.layer import MoE
-from weft.moe.models import CLAMPED_SWIGLU, MODELS, SWIGLU, Gating, MoEConfig
+from weft.moe.models import CLAMPED_SWIGLU, MODELS, RELU2, SWIGLU, Gating, MoEConfig, Ungated
 from weft.moe.replicas.placement import Replicas, ReplicaTable, balance
 from weft.moe.routing.router import (
     Routed,
@@ -23,6 +23,7 @@ __all__ = [
     "MODELS",
     "MODES",
     "OVERLAPS",
+    "RELU2",
     "SWIGLU",
     "Expert",
     "ExpertWeights",
@@ -36,6 +37,7 @@ __all__ = [
     "Replicas",
     "Routed",
     "Routing",
+    "Ungated",
     "balance",
     "normalize_topk",
     "route",

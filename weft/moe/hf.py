@@ -66,6 +66,7 @@ SEMANTIC_FIELDS: Mapping[str, tuple[object, ...]] = {
     "shared_intermediate_size": (),
     "moe_shared_expert_intermediate_size": (),
     "routed_expert_hidden_size": (),
+    "moe_latent_size": (),
     "zero_expert_num": (),
     "swiglu_limit": (),
     "swiglu_alpha": (),
@@ -444,6 +445,25 @@ def _parse_kimi_linear(fields: ConfigFields) -> LayerKwargs:
     return layer
 
 
+def _parse_nemotron_h(fields: ConfigFields) -> LayerKwargs:
+    """Parse a Nemotron-3 config.
+
+    Experts of Super and Ultra work on rows that the engine projects to a latent size. Their shared
+    expert reads the unprojected tokens, so the engine runs it.
+    """
+    layer = _parse_deepseek(fields, shared=())
+    layer["gating"] = {"activation": fields.get_choice("mlp_hidden_act", "relu2")}
+    latent, shared = "moe_latent_size", "moe_shared_expert_intermediate_size"
+    if fields.has(latent):
+        fields.ignore(shared, "n_shared_experts")
+        layer["hidden"] = fields.get_int(latent)
+        return layer
+    fields.require(mlp_bias=None, n_shared_experts=1)  # engines multiply the size by the number
+    if fields.get_int("n_shared_experts", minimum=0):
+        layer["shared"] = fields.get_int(shared)
+    return layer
+
+
 def _parse_minimax_m2(fields: ConfigFields) -> LayerKwargs:
     fields.require(scoring_func="sigmoid")
     return _parse_minimax(fields, scale=1.0)
@@ -525,6 +545,7 @@ FAMILIES: Mapping[str, Callable[[ConfigFields], LayerKwargs]] = {
         _parse_deepseek, score="softmax", renormalise=(), correction=None
     ),
     "mixtral": _parse_mixtral,
+    "nemotron_h": _parse_nemotron_h,
     "qwen3_5_moe_text": _parse_qwen3_5_moe,
     "qwen3_moe": _parse_qwen3_moe,
     "qwen3_next": _parse_qwen3_next,

@@ -4,15 +4,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import torch
 from torch.nn import functional
 
-from weft.arguments import check_bools, check_choice, check_instance, check_int, set_fields
+from weft.arguments import (
+    check_bools,
+    check_choice,
+    check_instance,
+    check_int,
+    raise_invalid,
+    set_fields,
+)
 from weft.errors import InvalidArgument
 from weft.fields import max_value
-from weft.gemm.config import GatingParams
+from weft.gemm.config import (
+    ACTIVATIONS,
+    Epilogue,
+    Gated,
+    GatedQuant,
+    GatingParams,
+    Store,
+    StoreQuant,
+)
 from weft.moe.hf import parse_config
 from weft.moe.routing.router import Routing
 from weft.runtime.check import check_dense, check_no_overlap, check_tensor, raise_not_tensor
@@ -37,6 +53,8 @@ class Gating(GatingParams):
             is set.
     """
 
+    num_projections: ClassVar[int] = 2  # gate and up
+
     def apply(self, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Apply the gating, which overwrites gate_up. Each step is rounded to gate_up's dtype.
 
@@ -51,21 +69,8 @@ class Gating(GatingParams):
             InvalidArgument: a tensor has the wrong shape, dtype, device or layout, or out overlaps
                 gate_up.
         """
-        if not isinstance(gate_up, torch.Tensor):
-            raise_not_tensor("gate_up", gate_up)
-        check_dense("gate_up", gate_up)
-        if not gate_up.dim() or gate_up.shape[-1] % 2:
-            raise InvalidArgument(
-                f"gate_up has shape {list(gate_up.shape)}; it must be [..., 2 * intermediate]"
-            )
-        dtypes, device = (*DTYPE_NAMES,), gate_up.device
-        check_tensor("gate_up", gate_up, shape=gate_up.shape, dtypes=dtypes, device=device)
+        out = _check_apply("gate_up", gate_up, out, self.num_projections)
         gate, up = gate_up.chunk(2, dim=-1)
-        if out is not None:
-            check_tensor("out", out, shape=gate.shape, dtypes=(gate_up.dtype,), device=device)
-            check_no_overlap("out", out, {"gate_up": gate_up})
-        else:
-            out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         if self.limit is not None:
             gate.clamp_(max=self.limit)
             up.clamp_(-self.limit, self.limit)
@@ -82,8 +87,79 @@ class Gating(GatingParams):
         return torch.mul(gate, up, out=out)
 
 
+@dataclass(frozen=True, slots=True)
+class Ungated:
+    """The activation of experts without a gate, `down(activation(up(x)))`.
+
+    Attributes:
+        activation: "relu2", which is `max(up, 0) ** 2`.
+
+    Raises:
+        InvalidArgument: the activation is not supported.
+    """
+
+    activation: str = "relu2"
+    num_projections: ClassVar[int] = 1  # up
+
+    def __post_init__(self) -> None:
+        """Check the activation."""
+        check_choice("activation", self.activation, ACTIVATIONS)
+
+    def apply(self, up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Apply the activation, which overwrites up. Each step is rounded to up's dtype.
+
+        Args:
+            up: bfloat16, float16 or float32 `[..., intermediate]`, contiguous.
+            out: `[..., intermediate]` to write to. Default: a new tensor.
+
+        Returns:
+            `[..., intermediate]`.
+
+        Raises:
+            InvalidArgument: a tensor has the wrong shape, dtype, device or layout, or out overlaps
+                up.
+        """
+        out = _check_apply("up", up, out, self.num_projections)
+        up.relu_()
+        return torch.mul(up, up, out=out)
+
+
+def check_gating(gating: object) -> None:
+    """Raise InvalidArgument for anything but a `Gating` or an `Ungated`."""
+    if not isinstance(gating, Gating | Ungated):
+        raise_invalid("gating", gating, "a Gating or an Ungated of weft.moe")
+
+
+def build_epilogue(gating: Gating | Ungated, *, quantise: bool) -> Epilogue:
+    """Return the epilogue of the first projection that applies `gating`, in FP8 if `quantise`."""
+    if isinstance(gating, Gating):
+        return (GatedQuant if quantise else Gated)(**asdict(gating))
+    return (StoreQuant if quantise else Store)(gating.activation)
+
+
+def _check_apply(
+    name: str, sums: torch.Tensor, out: torch.Tensor | None, num_projections: int
+) -> torch.Tensor:
+    """Check the tensors of an activation and return out, allocated if it is None."""
+    if not isinstance(sums, torch.Tensor):
+        raise_not_tensor(name, sums)
+    check_dense(name, sums)
+    if not sums.dim() or sums.shape[-1] % num_projections:
+        columns = "2 * intermediate" if num_projections == 2 else "intermediate"
+        raise InvalidArgument(f"{name} has shape {list(sums.shape)}; it must be [..., {columns}]")
+    dtypes, device = (*DTYPE_NAMES,), sums.device
+    check_tensor(name, sums, shape=sums.shape, dtypes=dtypes, device=device)
+    shape = (*sums.shape[:-1], sums.shape[-1] // num_projections)
+    if out is None:
+        return torch.empty(shape, dtype=sums.dtype, device=device)
+    check_tensor("out", out, shape=shape, dtypes=(sums.dtype,), device=device)
+    check_no_overlap("out", out, {name: sums})
+    return out
+
+
 SWIGLU = Gating()
 CLAMPED_SWIGLU = Gating(alpha=1.702, offset=1.0, limit=7.0)  # GPT-OSS, MiniMax-M3
+RELU2 = Ungated("relu2")  # Nemotron-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +170,7 @@ class MoEConfig:
         hidden: Hidden size of a token.
         intermediate: Intermediate size of an expert.
         routing: Rule by which experts are chosen and weighted.
-        gating: Activation that combines gate and up.
+        gating: Activation: `Gating` of gate and up, or `Ungated` of up alone.
         shared: Intermediate size of the shared expert, 0 for none. Use
             `dataclasses.replace(c, shared=0)` if you compute it elsewhere.
         biased: Whether the experts' projections have biases.
@@ -107,7 +183,7 @@ class MoEConfig:
     hidden: int
     intermediate: int
     routing: Routing
-    gating: Gating = SWIGLU
+    gating: Gating | Ungated = SWIGLU
     shared: int = 0
     biased: bool = False
     dtype: torch.dtype = torch.bfloat16
@@ -115,7 +191,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
         check_instance("routing", self.routing, Routing)
-        check_instance("gating", self.gating, Gating)
+        check_gating(self.gating)
         check_instance("dtype", self.dtype, torch.dtype)
         check_bools(biased=self.biased)
         set_fields(
@@ -125,6 +201,11 @@ class MoEConfig:
             shared=check_int("shared", self.shared, 0, MAX_COLUMNS),
         )
 
+    @property
+    def gate_up_rows(self) -> int:
+        """Rows of an expert's first projection: gate and up, or up alone if it has no gate."""
+        return self.intermediate * self.gating.num_projections
+
     @classmethod
     def from_hf(cls, config: object) -> MoEConfig:
         """Return the config of a model's MoE layers from its transformers config.
@@ -133,8 +214,8 @@ class MoEConfig:
         is bfloat16; `dataclasses.replace(c, dtype=...)` changes it.
 
         The result does not tell which of the model's layers are MoE layers. It describes only what
-        the MoE layer computes: Kimi-K3's hidden size is that of the rows between the engine's
-        latent projections, and its shared experts are left to the engine.
+        the MoE layer computes: with latent projections (Kimi-K3, Nemotron-3 Super and Ultra), the
+        hidden size is that of the rows between them, and the shared experts are left to the engine.
 
         Args:
             config: The content of config.json as a dict, its path or that of its folder, or a
@@ -145,8 +226,9 @@ class MoEConfig:
                 The text names it.
         """
         kwargs = parse_config(config)
-        gating = Gating(**kwargs.pop("gating", {}))
-        return cls(**kwargs, gating=gating)
+        gating = kwargs.pop("gating", {})
+        kind = Ungated if "activation" in gating else Gating
+        return cls(**kwargs, gating=kind(**gating))
 
 
 class _Models(dict[str, MoEConfig]):
@@ -214,6 +296,13 @@ MODELS: Mapping[str, MoEConfig] = _Models(
             routing=Routing(
                 num_experts=384, top_k=8, score="sigmoid", correction=True, scale=2.827
             ),
+        ),
+        "nemotron-3-nano": MoEConfig(
+            hidden=2688,
+            intermediate=1856,
+            shared=3712,
+            gating=RELU2,
+            routing=Routing(num_experts=128, top_k=6, score="sigmoid", correction=True, scale=2.5),
         ),
         "minimax-m2": MoEConfig(
             hidden=3072,

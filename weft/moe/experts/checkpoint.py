@@ -32,7 +32,7 @@ POWERS = ("U8", "F8_E8M0")  # power-of-two scales
 MX_BLOCK = 32
 # The name of an expert's tensor: layer, MoE block if any, rest.
 _EXPERTS = re.compile(
-    r"(?:.*\.)?layers\.(\d{1,6})\.((?:mlp|feed_forward|ffn|block_sparse_moe)\.)?experts\.(.+)"
+    r"(?:.*\.)?layers\.(\d{1,6})\.((?:mlp|feed_forward|ffn|block_sparse_moe|mixer)\.)?experts\.(.+)"
 )
 
 # Layer stacks other than the main model's: a draft model's or an encoder's.
@@ -42,7 +42,7 @@ _OTHER_STACK = re.compile(r"(?:^|\.)(?:mtp|draft|eagle|visual|vision\w*|audio\w*
 # `[experts, rows, columns]`, as transformers in memory; transposed is `[experts, columns, rows]`
 # (Llama 4); interleaved is transposed with alternating gate and up columns (GPT-OSS).
 Storage = Literal["separate", "fused", "transposed", "interleaved"]
-# Gate, up and down matrices of separate experts.
+# Gate, up and down matrices of separate experts; experts without a gate lack the first.
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 SHORT_MATRICES = ("w1", "w3", "w2")  # DeepSeek-V4, MiniMax, Kimi-K3
 SCALE_NAMES = ("weight_scale_inv", "scale", "weight_scale")  # suffixes after a matrix's name
@@ -71,9 +71,12 @@ class Part:
     block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
 
     def pad(self, columns: int) -> Part:
-        """Return this part of MXFP4 experts, zero-padded to its rows and to `columns` columns."""
+        """Return this part, zero-padded to its rows and to `columns` columns of values.
+
+        Only MXFP4 may have scales.
+        """
         missing = self.rows.stop - self.rows.start - len(self.values)
-        values = _pad(self.values, missing, columns // 2)
+        values = _pad(self.values, missing, columns if self.scale is None else columns // 2)
         scale = None if self.scale is None else _pad(self.scale, missing, columns // MX_BLOCK)
         return replace(self, values=values, scale=scale)
 
@@ -126,11 +129,16 @@ class LayerReader:
         # Common prefix of the names of this layer's experts, and what follows it.
         self._stem, self._names = self._find_experts(layer, prefix)
         self._declared_format = read_declared_format(folder, self._stem)
+        gated = config.gating.num_projections == 2
+        self._fused_name = "gate_up_proj" if gated else "up_proj"
         self._layout = self._find_layout()
         short = any(".w1." in name for name in self._names)
-        self._matrices = SHORT_MATRICES if short else MATRICES
+        matrices = SHORT_MATRICES if short else MATRICES
+        self._matrices = matrices[-1 - config.gating.num_projections :]
         self.mxfp4 = self._is_mxfp4()
         self._inner, self._hidden = self._get_stored_sizes()
+        sizes = config.intermediate, config.hidden
+        self._is_padded = sizes != (self._inner, self._hidden)
         self._check_names()
 
     def read_parts(self, expert: int) -> Iterator[Part]:
@@ -138,16 +146,17 @@ class LayerReader:
         if self._layout == "separate":
             yield from self._read_separate_parts(expert)
             return
-        gate_up_rows = 2 * self._inner
+        gate_up_rows = self._config.gating.num_projections * self._inner
         inner, hidden = self._config.intermediate, self._config.hidden
         gate, up, down = slice(0, inner), slice(inner, 2 * inner), slice(0, hidden)
-        values, scale = self._read_fused("gate_up_proj", gate_up_rows, self._hidden, expert)
+        values, scale = self._read_fused(self._fused_name, gate_up_rows, self._hidden, expert)
         if self._layout == "interleaved":
             for rows, first in ((gate, 0), (up, 1)):
                 powers = None if scale is None else scale[first::2]
                 yield self._create_part("gate_up", expert, rows, values[first::2], powers, hidden)
         else:
-            yield self._create_part("gate_up", expert, slice(0, 2 * inner), values, scale, hidden)
+            rows = slice(0, self._config.gate_up_rows)
+            yield self._create_part("gate_up", expert, rows, values, scale, hidden)
         values, scale = self._read_fused("down_proj", self._hidden, self._inner, expert)
         yield self._create_part("down", expert, down, values, scale, inner)
         if self._config.biased:
@@ -169,23 +178,27 @@ class LayerReader:
     ) -> Part:
         name = f"{self._stem}{expert}, {field} of rows {rows.start}.."
         part = Part(name, field, rows, values, scale, block)
-        return part.pad(columns) if self.mxfp4 else part
+        return part.pad(columns) if self.mxfp4 or self._is_padded else part
 
     def _read_separate_parts(self, expert: int) -> Iterator[Part]:
         inner, hidden = self._config.intermediate, self._config.hidden
-        gate, up, down = self._matrices
-        for name, field, first, shape in (
-            (gate, "gate_up", 0, (inner, hidden)),
-            (up, "gate_up", inner, (inner, hidden)),
-            (down, "down", 0, (hidden, inner)),
-        ):
-            rows = slice(first, first + shape[0])
-            yield self._read_matrix(expert, name, field, rows, shape)
+        *first_matrices, down = self._matrices
+        for i, name in enumerate(first_matrices):
+            rows, shape = slice(i * inner, (i + 1) * inner), (self._inner, self._hidden)
+            yield self._read_matrix(expert, name, "gate_up", rows, shape, hidden)
+        shape = self._hidden, self._inner
+        yield self._read_matrix(expert, down, "down", slice(0, hidden), shape, inner)
 
     def _read_matrix(
-        self, expert: int, name: str, field: str, target_rows: slice, shape: tuple[int, int]
+        self,
+        expert: int,
+        name: str,
+        field: str,
+        target_rows: slice,
+        shape: tuple[int, int],
+        target_columns: int,
     ) -> Part:
-        """Read one matrix of a separately stored expert, in any format."""
+        """Read one matrix `shape` of a separately stored expert, in any format."""
         (rows, columns), stem = shape, f"{expert}.{name}"
         self._check_exclusive(stem, ("weight", "weight_packed"))
         self._check_exclusive(stem, SCALE_NAMES)
@@ -196,6 +209,12 @@ class LayerReader:
         scale_name = next((n for n in scale_names if n in self._names), scale_names[0])
         dtype, row_groups = self._get_dtype(name), (rows, -(-columns // FP8_BLOCK))
         self._check_declared(name, dtype)
+        if self._is_padded and dtype not in PLAIN:
+            raise InvalidArgument(
+                f"{self._source} has {self._stem}{name} {list(shape)} as {dtype}, and the config "
+                f"has intermediate {self._config.intermediate} and hidden {self._config.hidden}; "
+                "weft pads only unquantised experts: pass the checkpoint's sizes"
+            )
         if dtype in PACKED or dtype == INT4:
             unit = 8 if dtype == INT4 else MX_BLOCK
             if columns % unit:
@@ -224,7 +243,7 @@ class LayerReader:
                         f"unquantised weights {self._stem}{name} ({dtype}): the weights and the "
                         "scales do not match"
                     )
-                return self._create_part(field, expert, target_rows, values, None, columns)
+                return self._create_part(field, expert, target_rows, values, None, target_columns)
             blocks: list[tuple[int, ...]] = [(-(-rows // FP8_BLOCK), row_groups[1])]
             if columns % MX_BLOCK == 0:
                 blocks.append((rows, columns // MX_BLOCK))
@@ -323,12 +342,13 @@ class LayerReader:
         if self._layout != "separate":
             kinds = ("", "_blocks", "_scales", "_bias")
             expected_names = {
-                f"{m}{suffix}" for m in ("gate_up_proj", "down_proj") for suffix in kinds
+                f"{m}{suffix}" for m in (self._fused_name, "down_proj") for suffix in kinds
             }
             for name in sorted(self._names - expected_names):
                 raise InvalidArgument(
                     f"{self._source} has {self._stem}{name} beside fused experts, which weft does "
-                    "not read: they are gate_up_proj and down_proj, with biases, blocks and scales"
+                    f"not read: they are {self._fused_name} and down_proj, with biases, blocks and "
+                    "scales"
                 )
             return
         suffixes = ("weight", "weight_packed", "weight_shape", *SCALE_NAMES, "input_scale")
@@ -356,7 +376,7 @@ class LayerReader:
 
     def _is_mxfp4(self) -> bool:
         if self._layout != "separate":
-            return "gate_up_proj_blocks" in self._names
+            return f"{self._fused_name}_blocks" in self._names
         gate = f".{self._matrices[0]}.weight"
         gates = sorted(n for n in self._names if n.endswith((gate, f"{gate}_packed")))
         return bool(gates) and self._get_dtype(gates[0]) in PACKED
@@ -364,16 +384,25 @@ class LayerReader:
     def _get_stored_sizes(self) -> tuple[int, int]:
         """Return the stored intermediate and hidden sizes.
 
-        Fused MXFP4 experts may be smaller than the config, whose sizes are then rounded up to whole
-        blocks of 128. All others must have the config's sizes.
+        Fused MXFP4 experts and separate unquantised ones may be smaller than the config, whose
+        sizes are then rounded up to whole blocks of 128. All others must have the config's sizes.
         """
         expected = self._config.intermediate, self._config.hidden
-        if self._layout == "separate" or not self.mxfp4:
+        if self._layout == "separate":
+            suffix = f".{self._matrices[-1]}.weight"
+            name = next((n for n in sorted(self._names) if n.endswith(suffix)), None)
+            if name is None or self._get_dtype(name) not in PLAIN:
+                return expected
+        elif self.mxfp4:
+            name = "down_proj_blocks"
+        else:
             return expected
-        shape = self._find_tensor("down_proj_blocks")[1].get_shape()
-        if len(shape) != 4:
+        shape = self._find_tensor(name)[1].get_shape()
+        if self.mxfp4:  # [experts, hidden, blocks, bytes]
+            shape = [*shape[1:2], *(blocks * MX_BLOCK for blocks in shape[2:3])]
+        if len(shape) != 2:
             return expected  # _read rejects the tensor later
-        stored = int(shape[2]) * MX_BLOCK, int(shape[1])
+        stored = int(shape[1]), int(shape[0])
         if all(
             size in (stored_size, -(-stored_size // FP8_BLOCK) * FP8_BLOCK)
             for stored_size, size in zip(stored, expected, strict=True)
@@ -422,15 +451,15 @@ class LayerReader:
                 f"the experts {self._stem}* of {self._source} have {actual}, but the config has "
                 f"biased={self._config.biased}: use MoEConfig.from_hf of the same model"
             )
-        if not self._names & {"gate_up_proj", "gate_up_proj_blocks"}:
+        if not self._names & {self._fused_name, f"{self._fused_name}_blocks"}:
             return "separate"
         if biased or "gate_up_proj_blocks" in self._names:
             return "interleaved"
         inner, hidden = self._config.intermediate, self._config.hidden
-        names = sorted(self._names & {"down_proj", "gate_up_proj"})
+        names = [name for name in ("down_proj", self._fused_name) if name in self._names]
         shapes = [self._find_tensor(name)[1].get_shape()[1:] for name in names]
         # Llama 4 transposes; LFM2, if transformers did not save the original format, does not.
-        fused = shapes == [[hidden, inner], [2 * inner, hidden]]
+        fused = shapes == [[hidden, inner], [self._config.gate_up_rows, hidden]]
         return "transposed" if ".feed_forward." in f".{self._stem}" and not fused else "fused"
 
     def _read(

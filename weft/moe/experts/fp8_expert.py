@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from weft.arguments import check_choice, check_instance
 from weft.errors import InvalidArgument
-from weft.gemm import GatedQuant, grouped_gemm, quantize_rows
+from weft.gemm import grouped_gemm, quantize_rows
 from weft.gemm.call import OUT_DTYPES
 from weft.gemm.config import (
     CLUSTER_N,
@@ -22,10 +21,10 @@ from weft.gemm.config import (
     fastest_plan,
     is_hopper,
 )
-from weft.gemm.kernels import GemmShape, preload_kernels
+from weft.gemm.kernels import GemmShape, describe_epilogue, preload_kernels
 from weft.moe.experts.modules import Expert
 from weft.moe.experts.quantize import quantize_blocks
-from weft.moe.models import SWIGLU, Gating
+from weft.moe.models import SWIGLU, Gating, Ungated, build_epilogue, check_gating
 from weft.runtime.check import check_tensor, raise_not_tensor
 from weft.shape import FP8_BLOCK
 
@@ -38,11 +37,12 @@ class FP8Expert(nn.Module):
     A call launches three kernels on a GPU, does not synchronize and may be captured.
 
     Args:
-        gate_up: float8_e4m3fn `[2 * intermediate, hidden]`, gate rows first.
-        gate_up_scale: float32 `[2 * intermediate / 128, hidden / 128]`, one per 128 x 128 block.
+        gate_up: float8_e4m3fn `[2 * intermediate, hidden]`, gate rows first; up alone,
+            `[intermediate, hidden]`, with an `Ungated` activation.
+        gate_up_scale: float32 `[rows / 128, hidden / 128]`, one per 128 x 128 block.
         down: float8_e4m3fn `[hidden, intermediate]`.
         down_scale: float32 `[hidden / 128, intermediate / 128]`, one per 128 x 128 block.
-        gating: Activation that combines gate and up.
+        gating: Activation of gate and up, or of up.
         dtype: Dtype of x and of the result.
 
     Raises:
@@ -62,11 +62,11 @@ class FP8Expert(nn.Module):
         down: torch.Tensor,
         down_scale: torch.Tensor,
         *,
-        gating: Gating = SWIGLU,
+        gating: Gating | Ungated = SWIGLU,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        check_instance("gating", gating, Gating)
+        check_gating(gating)
         dtype = check_choice("dtype", dtype, OUT_DTYPES)
         if not isinstance(gate_up, torch.Tensor):
             raise_not_tensor("gate_up", gate_up)
@@ -87,13 +87,14 @@ class FP8Expert(nn.Module):
             check_tensor(f"{name}_scale", scale, shape=blocks, dtypes=single, aligned=1, **kwargs)
             self.register_buffer(name, matrix.unsqueeze(0))
             self.register_buffer(f"{name}_scale", scale.unsqueeze(0))
-        if tuple(gate_up.shape) != (2 * down.shape[1], down.shape[0]):
+        if tuple(gate_up.shape) != (gating.num_projections * down.shape[1], down.shape[0]):
             raise InvalidArgument(
                 f"gate_up is {list(gate_up.shape)} and down {list(down.shape)}; they must be "
-                "[2 * intermediate, hidden] and [hidden, intermediate]"
+                f"[{gating.num_projections} * intermediate, hidden] and [hidden, intermediate]"
             )
         self.register_buffer("_count", torch.tensor([ALL_ROWS], dtype=torch.int32, device=device))
-        self._epilogue = GatedQuant(**asdict(gating))
+        self._epilogue = build_epilogue(gating, quantise=True)
+        self._is_gated = isinstance(gating, Gating)
         self._dtype = dtype
         if is_hopper(device):
             self._preload()
@@ -118,23 +119,26 @@ class FP8Expert(nn.Module):
 
         Loading waits for running kernels, which may wait for peers, so a call must not load.
         """
-        (_, n, k), hidden = self.gate_up.shape, self.down.shape[1]
-        plans = [WgmmaPlan(block_m) for block_m in ONE_EXPERT_BLOCK_MS]
-        shapes = [GemmShape(1, n, k, plan, "gated_fp8", situ=self._epilogue.situ) for plan in plans]
+        (_, n, k), (_, hidden, inner) = self.gate_up.shape, self.down.shape
+        plans, shapes = [WgmmaPlan(block_m) for block_m in ONE_EXPERT_BLOCK_MS], []
+        if n % CLUSTER_N == 0:
+            fields = describe_epilogue(self._epilogue)
+            shapes += [GemmShape(1, n, k, plan, **fields) for plan in plans]
         if hidden % CLUSTER_N == 0 and self._dtype in DTYPES_16BIT:
             out = DTYPES_16BIT[self._dtype]
-            shapes += [GemmShape(1, hidden, n // 2, plan, "store", out) for plan in plans]
+            shapes += [GemmShape(1, hidden, inner, plan, "store", out) for plan in plans]
         with torch.cuda.device(self.gate_up.device):
             preload_kernels(shapes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[tokens, hidden]` for x `[tokens, hidden]`."""
-        (_, n, k), hidden, device = self.gate_up.shape, self.down.shape[1], self.gate_up.device
+        (_, n, k), (_, hidden, inner) = self.gate_up.shape, self.down.shape
+        device = self.gate_up.device
         check_tensor("x", x, shape=(None, k), dtypes=OUT_DTYPES, device=device, aligned=16)
         rows, count = len(x), self._count
         q, scale = quantize_rows(x)
-        act = torch.empty((1, rows, n // 2), dtype=FP8, device=device)
-        blocks = (1, rows, n // 2 // FP8_BLOCK)
+        act = torch.empty((1, rows, inner), dtype=FP8, device=device)
+        blocks = (1, rows, inner // FP8_BLOCK)
         act_scale = torch.empty(blocks, dtype=torch.float32, device=device)
         grouped_gemm(
             q.unsqueeze(0),
@@ -143,7 +147,7 @@ class FP8Expert(nn.Module):
             a_scale=scale.unsqueeze(0),
             b_scale=self.gate_up_scale,
             out=(act, act_scale),
-            plan=fastest_plan(1, rows, n, k, FP8, gated=True, device=device),
+            plan=fastest_plan(1, rows, n, k, FP8, gated=self._is_gated, out=FP8, device=device),
             epilogue=self._epilogue,
         )
         out = torch.empty((1, rows, hidden), dtype=self._dtype, device=device)
@@ -154,6 +158,6 @@ class FP8Expert(nn.Module):
             a_scale=act_scale,
             b_scale=self.down_scale,
             out=out,
-            plan=fastest_plan(1, rows, hidden, n // 2, FP8, out=self._dtype, device=device),
+            plan=fastest_plan(1, rows, hidden, inner, FP8, out=self._dtype, device=device),
         )
         return out[0]

@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's experts on `weft.gemm`, with gating and quantisation in the first GEMM's epilogue."""
+"""A rank's experts on `weft.gemm`: the first GEMM's epilogue gates or activates, and quantises."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from weft.errors import InvalidArgument
 from weft.gemm import (
-    Gated,
-    GatedQuant,
     GemmPlan,
     Push,
     WgmmaPlan,
     grouped_gemm,
 )
 from weft.gemm.config import COARSE_ROWS, DTYPES_16BIT, FP8, fastest_plan, is_hopper
-from weft.gemm.kernels import OPERANDS, GemmShape, preload_kernels
+from weft.gemm.kernels import OPERANDS, GemmShape, describe_epilogue, preload_kernels
 from weft.moe.experts.torch_experts import RowsByExpert
 from weft.moe.experts.weights import ExpertWeights
-from weft.moe.models import MoEConfig
+from weft.moe.models import Gating, MoEConfig, build_epilogue
 from weft.shape import FP8_BLOCK
 
 
@@ -34,7 +32,7 @@ class BatchPlans(NamedTuple):
 
 
 class GroupedExperts:
-    """Two grouped GEMMs: the first gates and quantises in its epilogue, the second may push.
+    """Two grouped GEMMs: the first activates and quantises in its epilogue, the second may push.
 
     `TorchExperts` documents the methods. FP8 and MXFP4 weights need FP8 rows.
 
@@ -69,8 +67,7 @@ class GroupedExperts:
         self._config, self._num_experts, self._fp8 = config, num_experts, fp8
         self._masked = len(rows) == 2
         self._use_pdl = use_pdl
-        epilogue_type = GatedQuant if fp8 else Gated
-        self._epilogue = epilogue_type(**asdict(config.gating))
+        self._epilogue = build_epilogue(config.gating, quantise=fp8)
         self._uses_gemm_push = gemm_push
         y_rows = (0,) if gemm_push else rows
         inner, blocks = config.intermediate, config.intermediate // FP8_BLOCK if fp8 else 0
@@ -106,14 +103,15 @@ class GroupedExperts:
         inner = self._config.intermediate
         out, biased = DTYPES_16BIT.get(self._y.dtype, ""), self._config.biased
         operands = OPERANDS[dtype], out if biased else "none"
-        gated = ("gated_fp8", "bf16") if self._fp8 else ("gated", out)
+        up_rows, up_fields = self._config.gate_up_rows, describe_epilogue(self._epilogue)
+        up_fields["out_dtype"] = "bf16" if self._fp8 else out
         shapes: set[GemmShape] = set()
         fine_rows = range(min(max_rows, COARSE_ROWS) + 1)
         for rows in {*fine_rows, *range(0, max_rows + 1, 64), max_rows}:
             plans = self._select_plans(rows, dtype)
             if isinstance(plans.up, WgmmaPlan):
-                up = GemmShape(num_experts, 2 * inner, hidden, plans.up, *gated, *operands)
-                shapes.add(replace(up, situ=self._config.gating.situ))
+                fields = {"operand": operands[0], "bias": operands[1], **up_fields}
+                shapes.add(GemmShape(num_experts, up_rows, hidden, plans.up, **fields))
             for epilogue, down in (("store", plans.down), ("push", plans.push)):
                 if isinstance(down, WgmmaPlan) and (epilogue == "push" or not self._uses_gemm_push):
                     shape = GemmShape(num_experts, hidden, inner, down, epilogue, out, *operands)
@@ -138,9 +136,11 @@ class GroupedExperts:
     def _select_plans(self, rows: int, dtype: torch.dtype) -> BatchPlans:
         config, device = self._config, self._act.device
         hidden, inner, sizes = config.hidden, config.intermediate, (self._num_experts, rows)
-        kwargs: dict[str, Any] = {"biased": config.biased, "out": self._y.dtype, "device": device}
+        kwargs: dict[str, Any] = {"biased": config.biased, "device": device}
+        up = kwargs | {"gated": isinstance(config.gating, Gating), "out": self._act.dtype}
+        kwargs["out"] = self._y.dtype
         return BatchPlans(
-            up=fastest_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **kwargs),
+            up=fastest_plan(*sizes, config.gate_up_rows, hidden, dtype, **up),
             down=fastest_plan(*sizes, hidden, inner, dtype, **kwargs),
             push=fastest_plan(*sizes, hidden, inner, dtype, flag_in_data=self._masked, **kwargs),
         )

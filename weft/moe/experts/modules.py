@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from weft.arguments import check_bools, check_instance, check_int
 from weft.errors import InvalidArgument
-from weft.moe.models import SWIGLU, Gating, MoEConfig
+from weft.moe.models import SWIGLU, Gating, MoEConfig, Ungated, check_gating
 from weft.runtime.check import check_dense, raise_not_tensor
 
 
@@ -19,11 +19,12 @@ class Expert(nn.Module):
     """One MLP in plain torch, `down(gating(gate_up(x)))`: a shared or a routed expert.
 
     Args:
-        gate_up: `[2 * intermediate, hidden]`, gate rows first.
+        gate_up: `[2 * intermediate, hidden]`, gate rows first; up alone, `[intermediate, hidden]`,
+            with an `Ungated` activation.
         down: `[hidden, intermediate]`.
-        gate_up_bias: `[2 * intermediate]`, or None.
+        gate_up_bias: One per row of gate_up, or None.
         down_bias: `[hidden]`, or None.
-        gating: Activation that combines gate and up.
+        gating: Activation of gate and up, or of up.
     """
 
     def __init__(
@@ -33,11 +34,11 @@ class Expert(nn.Module):
         *,
         gate_up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
-        gating: Gating = SWIGLU,
+        gating: Gating | Ungated = SWIGLU,
     ) -> None:
         super().__init__()
-        check_instance("gating", gating, Gating)
-        _check_expert(gate_up, down, gate_up_bias, down_bias)
+        check_gating(gating)
+        _check_expert(gate_up, down, gate_up_bias, down_bias, gating.num_projections)
         self.gate_up = nn.Parameter(gate_up, requires_grad=False)
         self.down = nn.Parameter(down, requires_grad=False)
         self.gate_up_bias = _create_frozen_parameter(gate_up_bias)
@@ -51,28 +52,31 @@ class Expert(nn.Module):
         Args:
             config: Sizes, dtype and gating.
             seed: Seed of the weights.
-            shared: Make a shared expert: of size `config.shared`, with SwiGLU and without biases.
+            shared: Make a shared expert: of size `config.shared`, without biases, and with SwiGLU
+                if the config's experts have a gate.
         """
         check_instance("config", config, MoEConfig)
         seed = check_int("seed", seed, -(1 << 63), (1 << 63) - 1)
         check_bools(shared=shared)
         generator = torch.Generator("cpu").manual_seed(seed)
         hidden, intermediate = config.hidden, config.shared if shared else config.intermediate
+        gating = SWIGLU if shared and isinstance(config.gating, Gating) else config.gating
+        rows = intermediate * gating.num_projections
 
         def draw(*shape: int, fan: int) -> torch.Tensor:
             values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
             return (values / math.sqrt(fan)).to(config.dtype)
 
-        gate_up = draw(2 * intermediate, hidden, fan=hidden)
+        gate_up = draw(rows, hidden, fan=hidden)
         down = draw(hidden, intermediate, fan=intermediate)
         if shared or not config.biased:
-            return cls(gate_up, down, gating=SWIGLU if shared else config.gating)
+            return cls(gate_up, down, gating=gating)
         return cls(
             gate_up,
             down,
-            gate_up_bias=draw(2 * intermediate, fan=4),
+            gate_up_bias=draw(rows, fan=4),
             down_bias=draw(hidden, fan=4),
-            gating=config.gating,
+            gating=gating,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,17 +119,18 @@ def _check_expert(
     down: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    num_projections: int,
 ) -> None:
     for name, matrix in (("gate_up", gate_up), ("down", down)):
         if not isinstance(matrix, torch.Tensor):
             raise_not_tensor(name, matrix)
         check_dense(name, matrix)
     valid = gate_up.dim() == 2 and down.dim() == 2 and gate_up.is_floating_point()
-    if not valid or tuple(gate_up.shape) != (2 * down.shape[1], down.shape[0]):
+    if not valid or tuple(gate_up.shape) != (num_projections * down.shape[1], down.shape[0]):
         raise InvalidArgument(
             f"gate_up is {list(gate_up.shape)} {gate_up.dtype} and down {list(down.shape)}; they "
-            "must be [2 * intermediate, hidden] and [hidden, intermediate] of one floating-point "
-            "dtype"
+            f"must be [{num_projections} * intermediate, hidden] and [hidden, intermediate] of one "
+            "floating-point dtype"
         )
     for name, tensor, shape in (
         ("down", down, down.shape),

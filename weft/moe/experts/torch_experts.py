@@ -72,7 +72,9 @@ class TorchExperts:
         powers = (*rows, hidden // 32) if quantize == "mxfp8" else (0,)
         self._scales = torch.empty(powers, dtype=torch.float32, device=device)
         self._dequantized = allocate(hidden, quantize is not None)
-        self._h, self._act, self._y = allocate(2 * inner), allocate(inner), allocate(hidden)
+        self._h, self._act, self._y = (
+            allocate(size) for size in (config.gate_up_rows, inner, hidden)
+        )
         self._num_used = 0
         self._spans: list[tuple[int, slice]] = []  # packed rows of each expert with rows
 
@@ -87,7 +89,7 @@ class TorchExperts:
     def run_gate_up(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
     ) -> None:
-        """Run the gate and up projections and the gating.
+        """Run the gate and up projections, or up alone, and the activation.
 
         Args:
             tokens: Approximate number of tokens per rank, a hint for the choice of plan.

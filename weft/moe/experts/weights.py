@@ -47,9 +47,10 @@ class ExpertWeights:
     columns / 128, 4352]`, with scales `[local_experts, rows]`.
 
     Attributes:
-        gate_up: `[local_experts, 2 * intermediate, hidden]`, gate rows first.
+        gate_up: `[local_experts, 2 * intermediate, hidden]`, gate rows first; up alone,
+            `[local_experts, intermediate, hidden]`, if the experts are `Ungated`.
         down: `[local_experts, hidden, intermediate]`.
-        gate_up_bias: `[local_experts, 2 * intermediate]` of the layer's dtype, or None.
+        gate_up_bias: `[local_experts, rows of gate_up]` of the layer's dtype, or None.
         down_bias: `[local_experts, hidden]` of the layer's dtype, or None.
         gate_up_scale: For float8_e4m3fn weights, the scale of each block, float32
             `[local_experts, rows / 128, columns / 128]`.
@@ -178,9 +179,10 @@ class ExpertWeights:
                 saves them.
             layer: Index of the layer in the model.
             experts: Global ids, such as `MoE.local_experts`.
-            config: Sizes of the layer, such as `MoEConfig.from_hf(folder)`. If fused MXFP4 experts
-                have sizes that are not multiples of 128 (GPT-OSS: 2880), round the config's sizes
-                up for fp8; the additional rows and columns are zero.
+            config: Sizes of the layer, such as `MoEConfig.from_hf(folder)`. If sizes are not
+                multiples of 128 (GPT-OSS: 2880, Nemotron-3 Nano: 1856), round the config's sizes up
+                for fp8; the additional rows and columns are zero. Fused MXFP4 experts and separate
+                unquantised ones are padded.
             prefix: Prefix of the layers' names if the checkpoint has several stacks of layers:
                 "mtp" for `mtp.layers.0.*`. Default: the main model's stack.
             fp8: Return weights for `MoE(fp8=True)`.
@@ -228,11 +230,12 @@ class ExpertWeights:
 
         Args:
             config: Sizes of the layer.
-            gate_up: uint8 `[local_experts, 2 * intermediate, hidden / 2]`, two values per byte.
-            gate_up_scale: uint8 or float8_e8m0fnu `[local_experts, 2 * intermediate, hidden / 32]`.
+            gate_up: uint8 `[local_experts, 2 * intermediate, hidden / 2]`, two values per byte; of
+                `Ungated` experts `[local_experts, intermediate, hidden / 2]`.
+            gate_up_scale: uint8 or float8_e8m0fnu `[local_experts, rows of gate_up, hidden / 32]`.
             down: uint8 `[local_experts, hidden, intermediate / 2]`.
             down_scale: uint8 or float8_e8m0fnu `[local_experts, hidden, intermediate / 32]`.
-            gate_up_bias: `[local_experts, 2 * intermediate]` if the config is biased.
+            gate_up_bias: `[local_experts, rows of gate_up]` if the config is biased.
             down_bias: `[local_experts, hidden]` if the config is biased.
             interleaved: Gate and up rows alternate (GPT-OSS). Default: gate rows first.
             packed: Return MXFP4 for `grouped_gemm`, with equal values. False: FP8 with a scale per
@@ -249,11 +252,13 @@ class ExpertWeights:
         for name, tensor in (("gate_up", gate_up), ("down", down)):  # determine all other sizes
             shape = ("local_experts", "rows", "columns")
             check_tensor(name, tensor, shape=shape, dtypes=(torch.uint8,), device=device)
-        experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, down.shape[1]
+        projections = config.gating.num_projections
+        experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // projections, down.shape[1]
+        up_rows = projections * inner
         for name, tensor, sizes, dtypes in (
-            ("gate_up", gate_up, (experts, 2 * inner, hidden // 2), (torch.uint8,)),
+            ("gate_up", gate_up, (experts, up_rows, hidden // 2), (torch.uint8,)),
             ("down", down, (experts, hidden, inner // 2), (torch.uint8,)),
-            ("gate_up_scale", gate_up_scale, (experts, 2 * inner, hidden // BLOCK), SCALE_DTYPES),
+            ("gate_up_scale", gate_up_scale, (experts, up_rows, hidden // BLOCK), SCALE_DTYPES),
             ("down_scale", down_scale, (experts, hidden, inner // BLOCK), SCALE_DTYPES),
         ):
             check_tensor(name, tensor, shape=sizes, dtypes=dtypes, device=device)
@@ -265,19 +270,20 @@ class ExpertWeights:
             )
         biases = {"gate_up": gate_up_bias, "down": down_bias}
         for field, bias in biases.items():
-            rows = {"gate_up": 2 * inner, "down": hidden}[field]
+            rows = {"gate_up": up_rows, "down": hidden}[field]
             if config.biased and (bias is None or tuple(bias.shape) != (experts, rows)):
                 actual = None if bias is None else list(bias.shape)
                 raise InvalidArgument(f"{field}_bias is {actual}; it must be {[experts, rows]}")
         weights = cls._allocate(config, experts, device, MXFP4 if packed else FP8)
-        target_inner, pairs = config.intermediate, (slice(0, None, 2), slice(1, None, 2))
-        gate, up = pairs if interleaved else (slice(0, inner), slice(inner, 2 * inner))
+        target_inner = config.intermediate
         tensors = {"gate_up": (gate_up, gate_up_scale), "down": (down, down_scale)}
-        copies = (  # field, target rows, source rows, target columns
-            ("gate_up", slice(0, target_inner), gate, config.hidden),
-            ("gate_up", slice(target_inner, 2 * target_inner), up, config.hidden),
-            ("down", slice(0, config.hidden), slice(0, hidden), target_inner),
-        )
+        copies = []  # field, target rows, source rows, target columns
+        for i in range(projections):
+            target = slice(i * target_inner, (i + 1) * target_inner)
+            contiguous = slice(i * inner, (i + 1) * inner)
+            source = slice(i, None, projections) if interleaved else contiguous
+            copies.append(("gate_up", target, source, config.hidden))
+        copies.append(("down", slice(0, config.hidden), slice(0, hidden), target_inner))
         for expert in range(experts):
             for field, target, source, columns in copies:
                 values, scale = (t[expert].view(torch.uint8)[source] for t in tensors[field])
@@ -407,7 +413,7 @@ def _get_expected_tensors(
     """Return each tensor's shape for one expert and its dtype, for weights of `weight_dtype`."""
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     inner, hidden = config.intermediate, config.hidden
-    for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+    for name, rows, columns in (("gate_up", config.gate_up_rows, hidden), ("down", hidden, inner)):
         if weight_dtype == MXFP4:
             tensors[name] = (rows // UNIT_N, columns // UNIT_K, UNIT_BYTES), weight_dtype
             tensors[f"{name}_scale"] = (rows,), torch.float32
