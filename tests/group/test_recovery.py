@@ -56,6 +56,17 @@ class Operator:
     def count_finished_rounds(self) -> int:
         return self.rounds
 
+    @property
+    def heap_generation(self) -> int:
+        return self.heap.generation
+
+    def exclude_calls(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def mark_asleep(self) -> None: ...
+
+    def leave_closed(self, rank: int) -> None: ...
+
     def restart(self, living: int) -> None:
         self.asked.append(("recover", living))
 

@@ -110,6 +110,43 @@ def test_a_share_is_replaced_at_its_address_when_the_gpu_is_quiet(install):
     assert "cuMemUnmap" in names_of(fake, 1)
 
 
+STAYS = {"context", "range", "stream", "host"}  # while a group is asleep; none is GPU memory
+
+
+def sleep_and_wake(group, fake, fails):
+    """Sleep, wake once with a failure of rank 1, and wake again."""
+    with Heap.create(group, GRANULE) as heap:
+        group.barrier()
+        before, where = len(fake.left()), [heap.address(rank) for rank in range(2)]
+        group.barrier()
+        group.sleep()
+        assert {kind for kind, _ in fake.left()} == STAYS
+        group.barrier()
+        if fails:
+            fake.fail = (1, fails)
+            with pytest.raises(CreationFailed, match=f"failed on rank 1 of 2: .*{fails}"):
+                group.wake()
+            group.barrier()
+            assert {kind for kind, _ in fake.left()} == STAYS
+            group.barrier()
+            fake.fail = None
+            group.barrier()
+        group.wake()
+        assert (len(fake.left()), [heap.address(rank) for rank in range(2)]) == (before, where)
+        group.barrier()
+        group.sleep()  # a heap may be closed asleep
+        group.barrier()
+
+
+@pytest.mark.parametrize("fabric", [False, True])
+@pytest.mark.parametrize(
+    "fails",
+    ["", "cuMemCreate", "cuMemAlloc", "cuMemMap", "cuMemSetAccess", "cuMemsetD8Async"],
+)
+def test_a_group_asleep_holds_no_gpu_memory(install, fabric, fails):
+    run(install(fabric=fabric), sleep_and_wake, fails)
+
+
 def test_a_failure_of_any_call_frees_everything_everywhere(install):
     """Each driver call of rank 1 fails once; no rank keeps anything of the failed creation."""
     whole = install()

@@ -115,7 +115,10 @@ class DeviceShares:
         stride: Bytes between two shares.
         base: Address of rank 0's share. Rank r's is at `base + r * stride`.
         mailbox: Host and device address of one page of pinned host memory.
+        uses_fabric: Whether shares are exported as fabric handles. Set by `allocate`.
     """
+
+    uses_fabric = False
 
     def __init__(self, device: torch.device, rank: int, num_ranks: int, size: int) -> None:
         self._torch_device = device
@@ -221,6 +224,7 @@ class DeviceShares:
         """Allocate this rank's share, the address range, the mailbox and a stream."""
         api = load_driver()
         kinds = api.CUmemAllocationHandleType
+        self.uses_fabric = fabric
         self._kind = (
             kinds.CU_MEM_HANDLE_TYPE_FABRIC
             if fabric
@@ -229,8 +233,8 @@ class DeviceShares:
         self._mapped = -(-self._size // self._granule) * self._granule
         self.stride = self._mapped + self._granule  # the last granule is unmapped: overruns fault
         with self._activate_context():
+            self._undo.callback(self._release_own)
             self._own = self._allocate_share()
-            self._undo.callback(call_driver, "cuMemRelease", self._own)
             reserved = self._num_ranks * self.stride
             self.base = int(call_driver("cuMemAddressReserve", reserved, self._granule, 0, 0))
             self._undo.callback(call_driver, "cuMemAddressFree", self.base, reserved)
@@ -243,6 +247,28 @@ class DeviceShares:
             ctypes.memset(host, 0, MAILBOX_BYTES)
             self.mailbox = (host, int(call_driver("cuMemHostGetDevicePointer", host, 0)))
             self._fence = allocate_fence()
+
+    def create(self) -> None:
+        """Allocate this rank's share again after `release`; `map` zeroes it."""
+        with self._activate_context():
+            self._own = self._allocate_share()
+            self._fence = allocate_fence()
+
+    def release(self) -> None:
+        """Wait for this GPU's work, unmap all shares and free this rank's. Idempotent.
+
+        The address range, the mailbox and the stream stay. A kernel that accesses the range before
+        `create` and `map` fails with an illegal address.
+
+        Raises:
+            DriverError: a step failed. All steps have been tried.
+        """
+        with self._activate_context(), contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._release_own)
+            cleanup.callback(self._unmap_all)
+            if self._fence:
+                fence, self._fence = self._fence, 0
+                cleanup.callback(call_driver, "cuMemFree", fence)
 
     def share_fd(self) -> int:
         """Return a new file descriptor of this rank's share. The caller closes it."""
@@ -360,6 +386,11 @@ class DeviceShares:
         access.location.id = self._ordinal
         access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         call_driver("cuMemSetAccess", address, self._mapped, [access], 1)
+
+    def _release_own(self) -> None:
+        own, self._own = self._own, None
+        if own is not None:
+            call_driver("cuMemRelease", own)
 
     def _unmap(self, rank: int) -> None:
         self.ranks.remove(rank)

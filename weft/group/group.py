@@ -33,6 +33,7 @@ from weft.group.meeting import Meeting, meet
 from weft.group.membership import Lifecycle, Roster
 from weft.group.messages import Creation, Messages
 from weft.group.recovery import GroupRecovery
+from weft.group.sleep import GroupSleep, LocalBuffers, SymmetricMemory
 from weft.group.torch_groups import ManagedProcessGroup, TorchControl
 from weft.group.wire import JSON
 from weft.keywords import internal
@@ -85,9 +86,11 @@ class Group:
         self._topology = Topology((tuple(range(self.size)),))
         self._roster = Roster(self.rank, self.size)
         self._messages = Messages(control, self._roster, timeout=timeout)
+        self._sleep = GroupSleep(self._messages, self._roster)
         self._recovery = GroupRecovery(
             self._messages,
             self._roster,
+            self._sleep,
             device,
             self.job_machines,
             is_replacement=is_replacement,
@@ -536,6 +539,7 @@ class Group:
                 creates this memory when it creates the first open object that uses it.
             workspace: Creation of the memory that the object shares.
         """
+        self._sleep.check_awake("an object is created")
         return self._messages.creation(is_workspace=is_workspace, workspace=workspace)
 
     @internal
@@ -553,6 +557,69 @@ class Group:
         Call it once for each heap, after its creation.
         """
         self._roster.attach(f"{type(member).__name__} {self._messages.generation}", member)
+
+    @internal
+    def add_heap(self, heap: SymmetricMemory) -> None:
+        """Register a heap of all ranks, which `sleep` frees, by a weak reference."""
+        self._sleep.add_heap(heap)
+
+    @internal
+    def add_buffers(self, buffers: LocalBuffers) -> None:
+        """Register memory of this rank, which `sleep` frees, by a weak reference."""
+        self._sleep.add_buffers(buffers)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` has freed the memory of this group and `wake` has not restored it."""
+        return self._sleep.asleep
+
+    def sleep(self) -> None:
+        """Free the memory of all objects of this group, and keep their addresses. Collective.
+
+        Call it on every rank, between steps, with no call and no graph replay running. The heaps
+        and buffers of all operators and MoE layers go back to the driver. Objects, compiled kernels
+        and captured graphs stay valid for `wake`. Expert weights belong to the caller and stay.
+
+        Until `wake`, calls raise OutOfOrder. Do not replay graphs, and do not access tensors in
+        symmetric memory, such as received rows: both fault. Results that were not combined are
+        lost.
+
+        Raises:
+            OutOfOrder: the group is already asleep, or a call is running.
+            GroupError: an operator is broken; call `recover` first.
+            CreationFailed: a rank could not free its memory, or has a broken operator. Every rank
+                raises it.
+            RendezvousFailed: a rank died or did not call in time. Call `recover`, then `wake` if
+                the group is `asleep`.
+            InvalidArgument: the group has several hosts.
+        """
+        self._check_sleep_support()
+        self._sleep.sleep()
+
+    def wake(self) -> None:
+        """Allocate the memory that `sleep` freed, at the same addresses. Collective.
+
+        Operators start in their initial state, as after `recover`: epochs and `history` start
+        again, and the first round may take `first_timeout`. An operator that another rank has
+        closed meanwhile raises PeerLeft.
+
+        Raises:
+            OutOfOrder: the group is awake.
+            CreationFailed: a rank failed, for example because its GPU has too little free memory.
+                Every rank raises it, and all stay asleep: free memory and call `wake` again.
+            RendezvousFailed: a rank died or did not call in time. Call `recover`, then `wake` if
+                the group is `asleep`.
+            ExpertsLost: a layer cannot continue without dead ranks. All other objects are awake.
+        """
+        self._check_sleep_support()
+        self._sleep.wake()
+
+    def _check_sleep_support(self) -> None:
+        if self.hosts > 1 or self.job_machines > self.machines:
+            raise InvalidArgument(
+                "a group of several hosts cannot sleep, nor can the local group of one of its "
+                "hosts: close its operators, and create them again"
+            )
 
     def process_group(self) -> dist.ProcessGroup:
         """Return the torch process group of these ranks. Collective at the first call.
@@ -589,6 +656,7 @@ class Group:
         graph replay runs. The survivors agree on the dead ranks, end their own calls, and reset the
         memory of all operators to its initial state, at the same addresses. Control messages
         continue among the living; results with one value per rank have None for a dead rank.
+        If a survivor is asleep, the group is asleep afterwards: call `wake`.
 
         Args:
             suspects: Ranks to kill unless they call `recover` within half a second. Ranks that an
@@ -637,7 +705,7 @@ class Group:
             timeout: Seconds for the rendezvous, and then for each step of the new processes.
 
         Raises:
-            OutOfOrder: no rank is dead.
+            OutOfOrder: no rank is dead, or the group is asleep.
             RendezvousFailed: a new process does not join in time, or dies.
             GeometryMismatch: a new process has created other objects.
             CreationFailed: a step failed on a rank. Every rank raises it.
@@ -645,6 +713,7 @@ class Group:
         """
         check_instance("meeting", meeting, Meeting)
         timeout = check_seconds("timeout", timeout)
+        self._sleep.check_awake("a rank is replaced")
         self._recovery.replace(meeting, timeout)
 
     def join(self, meeting: Meeting | str, *, timeout: float = 120.0) -> None:
@@ -659,7 +728,7 @@ class Group:
             timeout: Seconds for the rendezvous, and then for each step of the other ranks.
 
         Raises:
-            OutOfOrder: the group is not from `for_replacement`, or has joined.
+            OutOfOrder: the group is not from `for_replacement`, has joined, or is asleep.
             RendezvousFailed: the rendezvous failed, or this rank does not have to be replaced.
             GeometryMismatch: the survivors have created other objects.
             CreationFailed: a step failed on a rank. Every rank raises it.
@@ -667,6 +736,7 @@ class Group:
         if isinstance(meeting, str):
             meeting = Meeting.from_address(meeting)
         check_instance("meeting", meeting, Meeting)
+        self._sleep.check_awake("it joins the survivors")
         self._recovery.join(meeting, check_seconds("timeout", timeout))
 
     def abort(self, reason: str) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +81,22 @@ class Lifecycle(Protocol):
         Args:
             living: Mask of the ranks that take part from now on, bit r for rank r.
         """
+
+    @property
+    def heap_generation(self) -> int:
+        """Generation of the operator's heap."""
+
+    def exclude_calls(self) -> AbstractContextManager[None]:
+        """Return a context that waits for this rank's work and excludes calls.
+
+        Raises the error that broke the operator, or OutOfOrder if a call runs.
+        """
+
+    def mark_asleep(self) -> None:
+        """Make calls raise until `restart`, and access the heap no more. Idempotent."""
+
+    def leave_closed(self, rank: int) -> None:
+        """Make calls raise PeerLeft: `rank` closed the operator while the group was asleep."""
 
 
 class Roster:

@@ -22,6 +22,7 @@ from weft.group.liveness import Peers
 from weft.group.meeting import Meeting, meet
 from weft.group.membership import Membership, Roster
 from weft.group.messages import Messages
+from weft.group.sleep import GroupSleep
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class GroupRecovery:
         self,
         messages: Messages,
         roster: Roster,
+        sleep: GroupSleep,
         device: torch.device,
         job_machines: int,
         *,
@@ -47,6 +49,7 @@ class GroupRecovery:
             roster.remove(set(range(messages.size)) - {messages.rank})
         self._messages = messages
         self._roster = roster
+        self._sleep = sleep
         self._device = device
         self._job_machines = job_machines  # number of machines of the whole job
         self._owner = os.getpid()
@@ -265,8 +268,9 @@ class GroupRecovery:
 
         members = roster.members()
         own = {name: member.count_finished_rounds() for name, member in members.items()}
-        reports = messages.gather("recover", own, seconds_left())
-        rounds = [reports[rank] for rank in messages.living]
+        reports = messages.gather("recover", [own, self._sleep.asleep], seconds_left())
+        rounds = [reports[rank][0] for rank in messages.living]
+        is_asleep = any(reports[rank][1] for rank in messages.living)
         finished = {
             name: min(counts[name] for counts in rounds)
             for name in own
@@ -274,7 +278,11 @@ class GroupRecovery:
         }
         common = [members[name] for name in finished]
         barrier(_run_all([member.quiesce for member in common]))  # now no rank stores into a share
-        problems = _run_all([partial(member.restart, roster.living_mask) for member in common])
+        if is_asleep:  # the death interrupted `sleep` or `wake`
+            problem = self._sleep.fall_asleep()
+            problems = [] if problem is None else [problem]
+        else:
+            problems = _run_all([partial(member.restart, roster.living_mask) for member in common])
         roster.renotify_ended(common)  # `restart` has cleared the deaths that operators recorded
         barrier(problems)  # every share is in its initial state: calls may store into it
         return finished

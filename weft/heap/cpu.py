@@ -51,7 +51,7 @@ class HostShares:
 
     def allocate(self) -> None:
         """Allocate this rank's share, zeroed, and reserve the address range. Raises OSError."""
-        self._fd = create_sealed_memfd("weft-share", self._mapped)
+        self.create()
         self.base = map_memory(
             0, self._reserved, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1
         )
@@ -60,6 +60,21 @@ class HostShares:
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
         map_memory(mailbox, self._mailbox_bytes, writable, private | MAP_FIXED, -1)
         self.mailbox = (mailbox, mailbox)
+
+    def create(self) -> None:
+        """Allocate this rank's share, zeroed. Raises OSError."""
+        self._fd = create_sealed_memfd("weft-share", self._mapped)
+
+    def release(self) -> None:
+        """Unmap all shares and free this rank's; keep the address range. Idempotent.
+
+        Accesses fault until `create` and `map`. Raises OSError.
+        """
+        reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+        while self.ranks:
+            address = self.base + self.ranks.pop() * self.stride
+            map_memory(address, self._mapped, PROT_NONE, reserved, -1)
+        self._close_fd()
 
     def map(self, fds: Mapping[int, int]) -> None:
         """Map shares from their descriptors. Raises HandleUnsupported for an invalid descriptor."""
@@ -96,12 +111,15 @@ class HostShares:
 
         A forked child unmaps nothing: its address range may hold other memory.
         """
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._close_fd()
         base, self.base = self.base, 0
         if base and os.getpid() == self._owner:
             unmap(base, self._reserved)
+
+    def _close_fd(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def make_buffer(address: int, count: int, owner: object) -> ctypes.Array[ctypes.c_ubyte]:

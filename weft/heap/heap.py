@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from weft.group.messages import Messages
 from weft.heap.cpu import HostShares, make_buffer
 from weft.heap.header import header_bytes
 from weft.heap.host_memory import check_host_memory
+from weft.keywords import internal
 from weft.shape import MAILBOX_BYTES
 
 _log = logging.getLogger(__name__)
@@ -74,6 +76,10 @@ class Heap:
         self.generation = generation
         self._shares: Shares | None = shares
         self._owner: _MemoryOwner | None = _MemoryOwner()
+        self._asleep = False
+        # Held while the host accesses a share, so that it is not unmapped. Reentrant: a signal
+        # handler may close an operator.
+        self._access = threading.RLock()
         self._failures: list[Exception] = []
         self._mailbox: Mailbox | None = Mailbox(*shares.mailbox, self._owner)
         # Not at exit: other threads may still use the memory, which the system then frees.
@@ -92,6 +98,7 @@ class Heap:
         with group.creation() as creation:
             heap = cls(group, size, *_create_shares(group, size))
             creation.add_heap(heap)
+        group.add_heap(heap)
         return heap
 
     @property
@@ -115,14 +122,20 @@ class Heap:
         """Return the address of a rank's share in this process.
 
         Raises:
-            InvalidArgument: the group has no such rank, or it had exited before the creation.
-            OutOfOrder: the heap is closed.
+            InvalidArgument: the group has no such rank, or it had exited before the creation or
+                before `Group.wake`.
+            OutOfOrder: the heap is closed or asleep.
         """
         shares = self._get_shares()
         rank = check_int("rank", rank, 0, self.group.size - 1)
+        if self._asleep:
+            raise OutOfOrder(
+                f"the heap of generation {self.generation} is asleep: call group.wake() first, on "
+                "every rank"
+            )
         if rank not in shares.ranks:
             raise InvalidArgument(
-                f"rank {rank} had exited before this heap was created and has no share"
+                f"rank {rank} had exited before this heap was created or woken and has no share"
             )
         return self.base + rank * self.stride
 
@@ -146,7 +159,7 @@ class Heap:
 
         Raises:
             InvalidArgument: the view is not inside the share.
-            OutOfOrder: the heap is closed.
+            OutOfOrder: the heap is closed or asleep.
         """
         shares = self._get_shares()
         address = self.address(self.group.rank if rank is None else rank)
@@ -183,7 +196,7 @@ class Heap:
 
         Raises:
             InvalidArgument: the share is smaller than a header.
-            OutOfOrder: the heap is closed.
+            OutOfOrder: the heap is closed or asleep.
         """
         owner = self._owner  # another thread may close the heap during the read
         shares = self._get_shares()
@@ -192,8 +205,9 @@ class Heap:
             raise InvalidArgument(
                 f"the heap has {self.size} bytes per rank, but a header needs {size}"
             )
-        address = self.address(self.group.rank if rank is None else rank)
-        content = shares.read(address, size)
+        with self._access:
+            address = self.address(self.group.rank if rank is None else rank)
+            content = shares.read(address, size)
         del owner
         return content
 
@@ -204,9 +218,10 @@ class Heap:
 
         Raises:
             InvalidArgument: the bytes are not inside the share.
-            OutOfOrder: the heap is closed.
+            OutOfOrder: the heap is closed or asleep.
         """
-        shares, address = self._get_shares(), self.address(rank)
+        shares = self._get_shares()
+        self.address(rank)  # checks the rank
         offset = check_int("offset", offset, 0, MAX_BYTES)
         if not isinstance(data, bytes | bytearray | memoryview):
             raise_invalid("data", data, "bytes, a bytearray or a memoryview")
@@ -224,7 +239,33 @@ class Heap:
                 f"{len(content)} bytes at offset {offset} end at byte {offset + len(content)}, but "
                 f"the share has {self.size} bytes: write inside the share, or create a larger heap"
             )
-        shares.write(address + offset, content)
+        with self._access:
+            shares.write(self.address(rank) + offset, content)
+
+    @internal
+    def release(self) -> None:
+        """Free the memory of all shares and keep their addresses. Idempotent.
+
+        Views must not be accessed until `restore`.
+        """
+        shares = self._get_shares()
+        with self._access:
+            self._asleep = True
+            shares.release()
+
+    @internal
+    def restore(self) -> None:
+        """Allocate new shares, zeroed, at the same addresses. Collective.
+
+        Raises:
+            InvalidArgument: the memory of this host does not suffice.
+            CreationFailed: a rank failed. Every rank raises it, and has to call `release`.
+        """
+        group, shares = self.group, self._get_shares()
+        check_host_memory(group, self.size, label="waking a heap")
+        group.run_collective(shares.create, action=f"allocating {self.size} bytes to wake a heap")
+        _map_shares(group, shares, action="mapping the memory of every rank to wake a heap")
+        self._asleep = False
 
     def close(self) -> None:
         """Close the heap; its memory is freed when the last view is released. Idempotent.
@@ -278,7 +319,7 @@ def _create_host_shares(group: Group, size: int) -> HostShares:
     shares = HostShares(group.rank, group.size, size)
     try:
         group.run_collective(shares.allocate, action=f"allocating {size} bytes of shared memory")
-        group.map_shares(shares.share_fd, shares.map, action=f"mapping {size} bytes of every rank")
+        _map_shares(group, shares, action=f"mapping {size} bytes of every rank")
     except BaseException:
         shares.free()
         raise
@@ -305,11 +346,7 @@ def _create_device_shares(group: Group, size: int) -> DeviceShares:
             lambda: shares.allocate(fabric=not without),
             action=f"allocating {size} bytes of GPU memory",
         )
-        action = "mapping the GPU memory of every rank"
-        if without:
-            group.map_shares(shares.share_fd, shares.map, action=action)
-        else:
-            _map_fabric(group, shares, action)
+        _map_shares(group, shares, action="mapping the GPU memory of every rank")
     except BaseException:
         shares.free()
         raise
@@ -323,6 +360,14 @@ def _raise_fabric_lost(group: Group, rank: int, name: str) -> NoReturn:
         "machines of this group need to share memory: free some of its memory, and check with "
         "`weft doctor` whether its IMEX channel is open"
     )
+
+
+def _map_shares(group: Group, shares: Shares, action: str) -> None:
+    """Send a handle of this rank's share to all ranks, and map all shares. Collective."""
+    if isinstance(shares, DeviceShares) and shares.uses_fabric:
+        _map_fabric(group, shares, action)
+    else:
+        group.map_shares(shares.share_fd, shares.map, action=action)
 
 
 def _map_fabric(group: Group, shares: DeviceShares, action: str) -> None:

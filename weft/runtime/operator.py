@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from weft.errors import (
     GroupError,
     InvalidArgument,
     OutOfOrder,
+    PeerLeft,
     WeftError,
 )
 from weft.group import Group
@@ -67,7 +68,7 @@ from weft.runtime.report import (
     build_input_error,
     describe_order_mismatch,
 )
-from weft.runtime.stream import synchronize_device, synchronize_stream
+from weft.runtime.stream import is_capturing, synchronize_device, synchronize_stream
 from weft.runtime.waits import WAIT_WATCHER
 
 P = ParamSpec("P")
@@ -119,6 +120,8 @@ class Operator(ABC):
     _failure: GroupError | None = None  # error that later calls raise again
     _other_order = ""  # text of `_order_mismatch`, which every later call raises
     debug_checks: DebugChecks | None = None  # set with WEFT_DEBUG=1
+    _asleep = False  # whether the heap has no memory, see `Group.sleep`
+    _saved_header: ctypes.Structure | None = None  # this rank's header before it fell asleep
     _has_raised = False  # whether a caller has received the error that broke the group
     _drops_repeats = False  # whether dispatch drops repeated ids of a row
     _begins_early = False  # whether a call may have begun that neither waits nor has finished
@@ -199,7 +202,8 @@ class Operator(ABC):
         # A peer may itself wait for another host first, and its error names the cause.
         waits = 1 if self.group.hosts == 1 else 2
         header.deadline_ns, header.first_deadline_ns = (int(waits * s * 1e9) for s in self.timeouts)
-        living, before = header.living, self._read_header(local.rank)  # zeros at creation
+        living = header.living
+        before = self._saved_header or self._read_header(local.rank)  # zeros at creation
         living[:] = rank_set_words(self.living_mask, len(living))
         header.refusals = before.refusals
         header.reported[:] = [
@@ -291,8 +295,13 @@ class Operator(ABC):
         """
         with self._access:
             self.check_open()
+            self._raise_pending()
+
+    def _raise_pending(self) -> None:
+        """Raise errors that have been recorded. Under `_access`."""
+        if not self._asleep or self._failure is not None:
             self._raise_if_broken()
-            self._raise_input_errors()
+        self._raise_input_errors()
 
     def _raise_input_errors(self) -> None:
         """Raise errors about the input that the device has newly recorded. Under `_access`."""
@@ -391,8 +400,7 @@ class Operator(ABC):
             return None
         try:
             with self._access:
-                self._raise_if_broken()
-                self._raise_input_errors()
+                self._raise_pending()
         except WeftError as error:
             return error
         return None
@@ -476,7 +484,7 @@ class Operator(ABC):
     def count_finished_rounds(self) -> int:
         """Return the number of rounds or all-reduces that this rank has finished since creation."""
         with self._access:
-            if self._freed:
+            if self._freed or self._asleep:
                 return 0
             header = self._read_header()
         ends = (COMBINE, ALL_REDUCE)
@@ -485,18 +493,22 @@ class Operator(ABC):
 
     @internal
     def read_own_header(self) -> ctypes.Structure | None:
-        """Return a copy of this rank's header, or None after close."""
+        """Return a copy of this rank's header, or None after close and while asleep."""
         with self._access:
-            return None if self._freed or self._closing else self._read_header()
+            has_header = not (self._freed or self._closing or self._asleep)
+            return self._read_header() if has_header else None
 
     @internal
     def read_progress(self, rank: int) -> Progress | None:
-        """Return the progress of a living rank in calls of this operator, or None after close."""
+        """Return the progress of a living rank in calls of this operator.
+
+        None after close and while asleep.
+        """
         if self._closing or not self.living_mask >> rank & 1:
             return None
         try:
             header = self._read_header(rank)
-        except OutOfOrder:  # closed by another thread
+        except OutOfOrder:  # closed by another thread, or asleep
             return None
         calls = (
             2 * (r.epoch - header.first_epoch & EPOCH_MASK) + (r.phase == COMBINE)
@@ -543,9 +555,11 @@ class Operator(ABC):
                 self._failure, self._other_order = None, ""
                 words = self._mailbox.host_word
                 words[:] = [0] * len(words)
+                self._asleep = False
                 try:
                     self._discard_calls()
                     self._write_share()
+                    self._saved_header = None
                 except BaseException as error:
                     self._leave_reason = f"could not recover: {format_reason(error)}"
                     words[0] = HOST_REQUESTS_LEAVE
@@ -563,6 +577,51 @@ class Operator(ABC):
             WAIT_WATCHER.watch(self)
             if failures:
                 raise failures[0]
+
+    @property
+    def heap_generation(self) -> int:
+        """Generation of the heap."""
+        return self.heap.generation
+
+    @internal
+    @contextlib.contextmanager
+    def exclude_calls(self) -> Iterator[None]:
+        """Wait for this rank's work, and exclude calls in the context.
+
+        Raises:
+            OutOfOrder: a call runs, or the current stream is being captured.
+            GroupError: the operator is broken.
+        """
+        if self._closing or self._asleep:
+            yield
+            return
+        self.begin_call("Group.sleep")
+        try:
+            if is_capturing(self.group.device):
+                raise OutOfOrder("Group.sleep during a graph capture: end the capture first")
+            synchronize_device(self.group.device)
+            self._raise_if_broken()
+            yield
+        finally:
+            self.end_call()
+
+    @internal
+    def mark_asleep(self) -> None:
+        """Make calls raise until `restart`; the heap is not accessed meanwhile. Idempotent."""
+        with self._access:
+            if not (self._freed or self._asleep):
+                self._saved_header = self._read_header()
+                self._asleep = True
+
+    @internal
+    def leave_closed(self, rank: int) -> None:
+        """Make calls raise PeerLeft: `rank` closed the operator while the group was asleep."""
+        self.fail(
+            PeerLeft(
+                f"rank {rank} closed its {self.kind} while the group was asleep: close it on every "
+                "rank, and create a new one"
+            )
+        )
 
     # Called by subclasses and other packages.
 
@@ -641,7 +700,14 @@ class Operator(ABC):
         raise OutOfOrder(f"this {self.kind} was closed; create a new one")
 
     def _raise_if_broken(self) -> None:
-        """Raise the error that broke the group, if any. Within a call, or under `_access`."""
+        """Raise the error that broke the group, if any. Within a call, or under `_access`.
+
+        Raises OutOfOrder while the group is asleep.
+        """
+        if self._asleep:
+            raise self._failure or OutOfOrder(
+                f"this {self.kind} is asleep: call group.wake() first, on every rank"
+            )
         if self._mailbox.broken_code or self._mailbox.host_word[0] & HOST_REQUESTS_LEAVE:
             self._has_raised = True
         if self._mailbox.broken_code:
@@ -775,6 +841,8 @@ class Operator(ABC):
         Does nothing if an earlier notice, or a kernel that broke the group, has notified them.
         """
         if self._has_notified or self._mailbox.broken_code or os.getpid() != self._owner:
+            return
+        if self._asleep:  # peers learn of it in `Group.wake`
             return
         self._has_notified = True
         rank, heap = self.site.rank, self.heap
