@@ -14,6 +14,7 @@ from weft.gemm import config as gemm_config
 from weft.gemm.call import GemmCall
 from weft.gemm.config import FP8, MXFP4
 from weft.gemm.kernels import GemmShape
+from weft.heap.local import TensorSpec
 from weft.moe import MODELS, ExpertWeights, MoEConfig
 from weft.moe.experts import grouped_experts
 from weft.moe.experts.torch_experts import RowsByExpert
@@ -27,6 +28,10 @@ DTYPES.append((torch.float32, FP8))
 SIZES = ((256, 256), (384, 128), (264, 72))  # hidden, intermediate
 HINTS = (0, 1, 8, 20, 32, 64, 80, 100, 128, 150, 200, 300, 800, 2500, 5000)
 MOST = (0, 8, 64, 5000)
+
+
+def allocate_host(specs: Iterable[TensorSpec]) -> list[torch.Tensor]:
+    return [torch.empty(tuple(shape), dtype=dtype) for shape, dtype in specs]
 
 
 def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool) -> RowsByExpert:
@@ -82,9 +87,9 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
         routing = replace(model.routing, top_k=1)  # and so a row of each expert for each token
         config = replace(model, routing=routing, dtype=dtype, hidden=hidden, intermediate=inner)
         rows = (experts, 8) if masked else (24,)
-        options: dict[str, Any] = {"fp8": fp8, "use_pdl": True, "device": torch.device("cpu")}
+        options: dict[str, Any] = {"fp8": fp8, "use_pdl": True, "allocate": allocate_host}
         options |= {"gemm_push": pushes, "num_ranks": config.routing.num_experts}
-        weights = ExpertWeights._allocate(config, experts, options["device"], stored or dtype)
+        weights = ExpertWeights._allocate(config, experts, torch.device("cpu"), stored or dtype)
         grouped = rows_of(config, rows, experts, fp8=fp8)
         for most in MOST:
             loaded.clear()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from weft.cuda.driver import relaxed_capture
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.config import GroupArgs, GroupConfig, Layout, build_group_config
 from weft.grouping.kernels import load_kernels
+from weft.heap.local import Allocate, TensorSpec, allocate_local, allocate_meta
 from weft.keywords import internal
 from weft.runtime.ambient import disable_inference_mode
 from weft.runtime.check import check_alignment, check_tensor
@@ -88,12 +90,12 @@ class Buffers(NamedTuple):
         cls,
         a2a: AllToAllConfig,
         config: GroupConfig,
-        device: torch.device,
+        allocate: Allocate,
         *,
         on_gpu: bool,
         has_rows: bool = True,
     ) -> Buffers:
-        """Allocate all buffers, filled with zeros.
+        """Allocate all buffers, filled with zeros by `allocate`.
 
         A masked GEMM therefore reads finite values from rows that were never written. Without
         `has_rows` there are no payload rows, and each gather gets them from its caller.
@@ -101,26 +103,23 @@ class Buffers(NamedTuple):
         shape, total = a2a.shape, config.total
         entries = (shape.ranks, shape.tokens, shape.top_k)
 
-        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        return cls(
-            rows=tuple(
-                zeros(total * size, dtype=torch.uint8).view(p.dtype).view(total, *p.shape)
-                for p, size in zip(a2a.payloads, shape.row_bytes, strict=True)
-                if has_rows
-            ),
-            slot=zeros(total),
-            weight=zeros(total, dtype=torch.float32),
-            offsets=zeros(config.groups + 1),
-            counts=zeros(config.groups),
-            position=zeros(*entries),
+        payloads = a2a.payloads if has_rows else ()
+        specs: dict[str, TensorSpec] = {
+            "slot": ((total,), torch.int32),
+            "weight": ((total,), torch.float32),
+            "offsets": ((config.groups + 1,), torch.int32),
+            "counts": ((config.groups,), torch.int32),
+            "position": (entries, torch.int32),
             # Counts that the first of two kernels passes to the second.
-            within=zeros(*(entries if on_gpu else (0,))),
-            before=zeros(config.tiles(shape) if on_gpu else 0, config.groups),
-            arrived=zeros(1),
-            dst_addr=zeros(total if shape.combine == "gemm_push" else 0, dtype=torch.int64),
-        )
+            "within": (entries if on_gpu else (0,), torch.int32),
+            "before": ((config.tiles(shape) if on_gpu else 0, config.groups), torch.int32),
+            "arrived": ((1,), torch.int32),
+            "dst_addr": ((total if shape.combine == "gemm_push" else 0,), torch.int64),
+        }
+        row_specs = [((total, *p.shape), p.dtype) for p in payloads]
+        tensors = allocate([*row_specs, *specs.values()])
+        rows, others = tensors[: len(payloads)], tensors[len(payloads) :]
+        return cls(rows=tuple(rows), **dict(zip(specs, others, strict=True)))
 
     def bytes(self) -> int:
         """Return the total size in bytes."""
@@ -152,7 +151,10 @@ class RowGroups:
         self._kernels: Kernels | None = load_kernels(device, shape, config, build, sends=sends)
         on_gpu = device.type == "cuda"
         with relaxed_capture(device), disable_inference_mode():
-            buffers = Buffers.allocate(a2a.config, config, device, on_gpu=on_gpu, has_rows=has_rows)
+            allocate = partial(allocate_local, a2a.group)
+            buffers = Buffers.allocate(
+                a2a.config, config, allocate, on_gpu=on_gpu, has_rows=has_rows
+            )
             synchronize_stream(device)
         self.buffers = buffers
         self._args = GroupArgs(site=a2a.site, row_limit=config.total)
@@ -422,4 +424,4 @@ def _check_a2a(a2a: AllToAll) -> None:
 def buffer_bytes(a2a: AllToAllConfig, config: GroupConfig, device: torch.device) -> int:
     """Return the bytes that `ExpertGroups` allocates on a rank's device for a config."""
     on_gpu = device.type == "cuda"
-    return Buffers.allocate(a2a, config, torch.device("meta"), on_gpu=on_gpu).bytes()
+    return Buffers.allocate(a2a, config, allocate_meta, on_gpu=on_gpu).bytes()

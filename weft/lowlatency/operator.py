@@ -623,7 +623,7 @@ class LowLatencyAllToAll(ExpertRankMixin, ExchangeOperator):
         failed = header_structs(config.shape.ranks).Header.failed
         abort_flag = heap.tensor((1,), torch.int32, offset=failed.offset)
         self.result_buffers = [
-            ResultBuffer(i, config, num_local_experts, device, abort_flag)
+            ResultBuffer(i, config, num_local_experts, self.group, abort_flag)
             for i in range(config.slots)
         ]
         size = get_trace_shape(config.shape.ranks) if config.profile else (0,)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from weft.group import Group
+from weft.heap.local import allocate_local
 from weft.lowlatency.config import (
     LowLatencyCombineArgs,
     LowLatencyConfig,
@@ -76,18 +78,14 @@ class ResultBuffer:
         index: int,
         config: LowLatencyConfig,
         num_local_experts: int,
-        device: torch.device,
+        group: Group,
         abort_flag: torch.Tensor,
     ) -> None:
         self.index = index
-        self.tensors = {
-            name: torch.zeros(shape, dtype=torch.uint8, device=device)
-            if dtype is torch.float8_e4m3fn
-            else torch.zeros(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in config.get_result_shapes(num_local_experts).items()
-        }
-        x = self.tensors["x"]
-        self.x = x.view(torch.float8_e4m3fn) if config.shape.group else x
+        specs = config.get_result_shapes(num_local_experts)
+        tensors = allocate_local(group, specs.values())
+        self.tensors = dict(zip(specs, tensors, strict=True))
+        self.x = self.tensors["x"]
         self.scales = config.view_scales(self.tensors["scales"])
         self._addresses = (
             (self.tensors["dst_addr"], abort_flag) if config.shape.gemm_push else (None, None)

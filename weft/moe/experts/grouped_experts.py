@@ -17,6 +17,7 @@ from weft.gemm import (
 )
 from weft.gemm.config import COARSE_ROWS, DTYPES_16BIT, FP8, fastest_plan, is_hopper
 from weft.gemm.kernels import OPERANDS, GemmShape, describe_epilogue, preload_kernels
+from weft.heap.local import Allocate
 from weft.moe.experts.torch_experts import RowsByExpert
 from weft.moe.experts.weights import ExpertWeights
 from weft.moe.models import Gating, MoEConfig, build_epilogue
@@ -46,6 +47,7 @@ class GroupedExperts:
         fp8: Whether the weights are FP8 or MXFP4.
         max_tokens: Maximum tokens of one rank in one call.
         use_pdl: Use programmatic dependent launch.
+        allocate: Allocates the buffers.
         gemm_push: Results are only pushed: `run_down` raises, and its buffer is not allocated.
     """
 
@@ -61,7 +63,7 @@ class GroupedExperts:
         num_ranks: int,
         max_tokens: int,
         use_pdl: bool,
-        device: torch.device,
+        allocate: Allocate,
         gemm_push: bool = False,
     ) -> None:
         self._config, self._num_experts, self._fp8 = config, num_experts, fp8
@@ -72,9 +74,13 @@ class GroupedExperts:
         y_rows = (0,) if gemm_push else rows
         inner, blocks = config.intermediate, config.intermediate // FP8_BLOCK if fp8 else 0
         act_dtype = FP8 if fp8 else config.dtype
-        self._act = torch.empty((*rows, inner), dtype=act_dtype, device=device)
-        self._scales = torch.empty((*rows, blocks), dtype=torch.float32, device=device)
-        self._y = torch.empty((*y_rows, config.hidden), dtype=config.dtype, device=device)
+        self._act, self._scales, self._y = allocate(
+            [
+                ((*rows, inner), act_dtype),
+                ((*rows, blocks), torch.float32),
+                ((*y_rows, config.hidden), config.dtype),
+            ]
+        )
         self._rows_by_expert: RowsByExpert | None = None
         self._push: Push | None = None
         self._num_ranks, self._max_tokens = num_ranks, max_tokens

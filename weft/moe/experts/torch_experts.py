@@ -14,6 +14,7 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.grouping.config import Layout
+from weft.heap.local import Allocate
 from weft.moe.experts.weights import ExpertWeights
 from weft.moe.models import MoEConfig
 
@@ -52,6 +53,7 @@ class TorchExperts:
     Args:
         rows: `[max_rows]` for packed rows, or `[experts, max_rows]`.
         quantize: Format of the received rows, or None for the layer's dtype.
+        allocate: Allocates the buffers.
     """
 
     def __init__(
@@ -60,20 +62,21 @@ class TorchExperts:
         rows: tuple[int, ...],
         *,
         quantize: str | None,
-        device: torch.device,
+        allocate: Allocate,
     ) -> None:
         self._gating, self._quantize, self._packed = config.gating, quantize, len(rows) == 1
 
-        def allocate(columns: int, needed: bool = True) -> torch.Tensor:
-            size = (*rows, columns) if needed else (0, columns)
-            return torch.empty(size, dtype=config.dtype, device=device)
-
-        hidden, inner = config.hidden, config.intermediate
+        hidden, inner, dtype = config.hidden, config.intermediate, config.dtype
         powers = (*rows, hidden // 32) if quantize == "mxfp8" else (0,)
-        self._scales = torch.empty(powers, dtype=torch.float32, device=device)
-        self._dequantized = allocate(hidden, quantize is not None)
-        self._h, self._act, self._y = (
-            allocate(size) for size in (config.gate_up_rows, inner, hidden)
+        quantized_rows = rows if quantize is not None else (0,) * len(rows)
+        self._scales, self._dequantized, self._h, self._act, self._y = allocate(
+            [
+                (powers, torch.float32),
+                ((*quantized_rows, hidden), dtype),
+                ((*rows, config.gate_up_rows), dtype),
+                ((*rows, inner), dtype),
+                ((*rows, hidden), dtype),
+            ]
         )
         self._num_used = 0
         self._spans: list[tuple[int, slice]] = []  # packed rows of each expert with rows

@@ -404,6 +404,7 @@ class MoE:
         if torch.compiler.is_dynamo_compiling():
             return moe_compile.trace_experts(self, received)
         self._check_usable()
+        self.exchange.check_running()
         self._check_gradients()
         return self.workspace.run_experts(self._weights, received)
 

@@ -11,6 +11,7 @@ from weft.errors import InvalidArgument
 from weft.group.hosts import resolve_device
 from weft.grouping.config import build_group_config
 from weft.grouping.operator import buffer_bytes
+from weft.heap.local import allocate_meta
 from weft.lowlatency.config import LowLatencyConfig, LowLatencySpec
 from weft.moe.layer.choice import AUTO
 from weft.moe.layer.config import (
@@ -84,8 +85,6 @@ def _compute_plan_memory(
         grouping = build_group_config(exchange, experts, options.max_rows, 1, layout)
         local_bytes += buffer_bytes(exchange, grouping, device)
         rows = (experts, grouping.rows) if layout == "masked" else (grouping.rows,)
-    buffers = create_experts(
-        config, options, plan, rows, experts, ranks, torch.device("meta")
-    ).buffers
+    buffers = create_experts(config, options, plan, rows, experts, ranks, allocate_meta).buffers
     local_bytes += sum(tensor.numel() * tensor.itemsize for tensor in buffers)
     return Memory(shared, local_bytes)

@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Generic, TypeAlias, TypeVar
 from weakref import WeakSet
 
@@ -18,6 +19,7 @@ from weft.errors import OutOfOrder
 from weft.group import Group
 from weft.group.messages import Creation
 from weft.group.wire import JSON
+from weft.heap.local import Allocate, allocate_local
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.moe.experts.grouped_experts import GroupedExperts
@@ -82,11 +84,11 @@ def create_experts(
     rows: tuple[int, ...],
     experts: int,
     ranks: int,
-    device: torch.device,
+    allocate: Allocate,
 ) -> Experts:
     """Create a rank's experts with buffers for `rows`."""
     if plan.gemm == "torch":
-        return TorchExperts(config, rows, quantize=plan.quantize, device=device)
+        return TorchExperts(config, rows, quantize=plan.quantize, allocate=allocate)
     return GroupedExperts(
         config,
         rows,
@@ -95,7 +97,7 @@ def create_experts(
         num_ranks=ranks,
         max_tokens=options.max_tokens,
         use_pdl=options.programmatic_launch,
-        device=device,
+        allocate=allocate,
         gemm_push=plan.gemm_push and plan.mode == "low_latency",
     )
 
@@ -192,8 +194,8 @@ class LayerWorkspace(ABC, Generic[Rows]):
                 "every rank"
             )
         try:
+            self.exchange.check_running()  # first: the buffers of a group asleep must not be used
             if self.is_mid_round:
-                self.exchange.check_running()
                 raise OutOfOrder(f"{call} during a round of layer.exchange: combine it first")
         except BaseException:
             self.end()
@@ -261,9 +263,9 @@ class LayerWorkspace(ABC, Generic[Rows]):
         config, plan, options, device = self.config, self.plan, self.options, self.group.device
         rows = self._allocate_rows()
         experts, ranks = self.exchange.num_local_experts, self.exchange.ep_size
-        self.experts = create_experts(config, options, plan, rows, experts, ranks, device)
+        allocate = partial(allocate_local, self.group)
+        self.experts = create_experts(config, options, plan, rows, experts, ranks, allocate)
         self.side_stream = SideStream(device)
         num_weighted_rows = options.max_tokens if config.routing.weigh == "input" else 0
-        size = (num_weighted_rows, config.hidden)
-        self._weighted_x = torch.empty(size, dtype=config.dtype, device=device)
+        (self._weighted_x,) = allocate([((num_weighted_rows, config.hidden), config.dtype)])
         synchronize_stream(device)
