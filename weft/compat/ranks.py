@@ -102,6 +102,11 @@ def lease_group(
     return shared.group, release
 
 
+def list_shared_groups() -> list[Group]:
+    """Return the groups that `lease_group` created in this process and that are in use."""
+    return [shared.group for shared in _shared_groups.values()]
+
+
 def _create_group(
     rank: int, size: int, process_group: dist.ProcessGroup | None, comm: CommBackend | None
 ) -> Group:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,12 +20,13 @@ from weft.alltoall.operator import AllToAll
 from weft.errors import GroupError, InvalidArgument, OutOfOrder, UsageError, WeftError
 from weft.gemm.config import MXFP4
 from weft.group import Group
-from weft.leases import Lease, lease
+from weft.leases import Leasable, Lease, lease
 from weft.moe import MoE
 from weft.plugins.faults import Watch
 from weft.plugins.settings import Settings, compute_first_timeout
-from weft.plugins.weights import Layer, build_layer_error, check_weights
+from weft.plugins.weights import Layer, build_layer_error, check_weights, refuse_loads
 
+T = TypeVar("T", bound=Leasable)
 _log = logging.getLogger(__name__)
 # Low-latency buffers hold max_tokens rows per expert, so larger batches use the prefill operator.
 MAX_DECODE_TOKENS = 512
@@ -62,10 +65,25 @@ class Blocks:
     of rounds, so all ranks must pass the same value; a captured graph fixes both.
     """
 
-    def __init__(self, group: Group, limits: Limits, settings: Settings) -> None:
+    def __init__(
+        self, group: Group, limits: Limits, settings: Settings, *, avoids_pool: bool = False
+    ) -> None:
+        """Create no layers yet.
+
+        Args:
+            group: Ranks of the layers.
+            limits: Maximum tokens of the operators.
+            settings: Settings of the plug-in.
+            avoids_pool: Whether the loading thread allocates from a torch memory pool whose
+                contents the engine discards when it sleeps. Operators are then created in another
+                thread, whose allocations torch does not route to the pool.
+        """
         self.group, self.limits, self.settings = group, limits, settings
+        self._avoids_pool = avoids_pool
         self._leases: list[Lease[Any]] = []
         self._layers: dict[int, _LayerState] = {}
+        # By a module's id and payloads, with the module, so that the id stays unique.
+        self._exchanges: dict[tuple[int, tuple[Payload, ...] | None], tuple[Any, AllToAll]] = {}
         self._num_invalid_inputs = 0
         self.watch: Watch | None = None  # closed by `close`
 
@@ -86,6 +104,7 @@ class Blocks:
         shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
         shared_size: int = 0,
         moves_experts: bool = False,
+        weights_memory: AbstractContextManager[object] | None = None,
     ) -> None:
         """Create the operators of a whole MoE layer, including its shared expert. Collective.
 
@@ -94,6 +113,7 @@ class Blocks:
             shared: The shared expert's forward function.
             shared_size: The shared expert's intermediate size.
             moves_experts: Whether the engine's EPLB moves experts between ranks.
+            weights_memory: Context in which the engine allocates weights.
         """
         was_mxfp4 = layer.is_mxfp4
         config = layer.build_config(shared=shared_size if shared is not None else 0)
@@ -103,11 +123,10 @@ class Blocks:
                 f"{layer.hidden}, which weft would pad to {config.hidden}: it pads only layers "
                 "without a shared expert"
             )
-        experts, expected, fp8 = (
-            layer.local_expert_weights(),
-            layer.local_expert_ids(),
-            layer.uses_fp8_rows,
-        )
+        loaders = _read_loaders(layer)
+        with weights_memory or contextlib.nullcontext():
+            experts = layer.local_expert_weights()
+        expected, fp8 = layer.local_expert_ids(), layer.uses_fp8_rows
         if moves_experts and was_mxfp4 != layer.is_mxfp4:
             raise build_layer_error(
                 layer.name,
@@ -126,8 +145,7 @@ class Blocks:
             return experts
 
         def build(mode: str, max_tokens: int) -> MoE:
-            leased = lease(
-                self.group,
+            return self._lease(
                 MoE,
                 config,
                 get_weights,
@@ -135,20 +153,16 @@ class Blocks:
                 shared=shared,
                 mode=mode,
                 overlap=self.settings.overlap,
-                combine_dtype=self.settings.combine_dtype,
                 fp8=fp8,
                 missing="drop",  # ids are physical: the engine itself reroutes tokens of dead ranks
-                timeout=self.settings.timeout,
-                first_timeout=compute_first_timeout(self.settings.timeout),
             )
-            self._leases.append(leased)
-            return leased.operator
 
         self._layers[id(layer.module)] = _LayerState(
             layer,
             build(self.settings.decode, self.limits.decode),
             build("throughput", self.limits.prefill),
             layer.parameters(),
+            {} if was_mxfp4 else loaders,
         )
 
     def has_layer(self, module: Any) -> bool:
@@ -182,11 +196,11 @@ class Blocks:
         """
         state = self._layers[id(module)]
         replaced = state.list_replaced()
-        if not replaced:
+        if not (replaced or state.restored):
             return
         layer = state.layer
         if layer.is_reordered:
-            if len(replaced) < len(state.parameters):
+            if not state.restored and len(replaced) < len(state.parameters):
                 unchanged = ", ".join(set(state.parameters) - set(replaced))
                 raise OutOfOrder(
                     f"{layer.name} was reloaded in part: {', '.join(replaced)} are new, "
@@ -208,31 +222,79 @@ class Blocks:
                 tensor.copy_(new)
             parameter.data = tensor
             setattr(module, name, parameter)
+            if state.restored and name in state.loaders:
+                refuse_loads(parameter, f"{layer.name}.{name}")
+        state.restored = False
 
     def reload_all(self) -> None:
-        """Reload every layer whose tensors the engine has replaced."""
+        """Reload every layer whose tensors the engine has replaced or may have written."""
         for state in self._layers.values():
-            if state.list_replaced():
+            if state.restored or state.list_replaced():
                 self.reload(state.layer.module)
+
+    @torch.no_grad()
+    def restore(self, modules: Iterable[Any]) -> None:
+        """Put reordered weights of `modules` into the engine's form, before the engine loads some.
+
+        `reload_all` converts them again. Layers whose weights are MXFP4 stay: loads raise.
+        """
+        for module in modules:
+            state = self._layers.get(id(module))
+            if state is None or state.restored or not state.layer.is_reordered:
+                continue
+            if not state.loaders:
+                continue
+            state.layer.restore_order()
+            for name, (dtype, loader) in state.loaders.items():
+                parameter = getattr(module, name)
+                parameter.data = parameter.data.to(dtype)
+                if loader is None:
+                    del parameter.weight_loader
+                else:
+                    parameter.weight_loader = loader
+            state.restored = True
 
     def get_exchange(self, layer: Layer, payloads: Sequence[Payload] | None = None) -> AllToAll:
         """Return the all-to-all of a layer whose experts the engine runs. Collective if new.
 
-        `payloads` are the tensors to send, as in `weft.AllToAll`.
+        A layer that is loaded again has it already. `payloads` are the tensors to send, as in
+        `weft.AllToAll`.
         """
-        leased = lease(
-            self.group,
-            AllToAll,
-            max_tokens=self.limits.prefill,
-            top_k=layer.top_k,
-            num_experts=layer.num_experts,
-            hidden=layer.hidden,
-            dtype=layer.dtype,
-            payloads=payloads,
-            combine_dtype=self.settings.combine_dtype,
-            timeout=self.settings.timeout,
-            first_timeout=compute_first_timeout(self.settings.timeout),
-        )
+        key = id(layer.module), None if payloads is None else tuple(payloads)
+        if key not in self._exchanges:
+            exchange = self._lease(
+                AllToAll,
+                max_tokens=self.limits.prefill,
+                top_k=layer.top_k,
+                num_experts=layer.num_experts,
+                hidden=layer.hidden,
+                dtype=layer.dtype,
+                payloads=payloads,
+            )
+            self._exchanges[key] = layer.module, exchange
+        return self._exchanges[key][1]
+
+    def _lease(self, kind: type[T], *args: Any, **options: Any) -> T:
+        """Lease an operator with the settings that all operators have, and return it."""
+
+        def create() -> Lease[T]:
+            if self.group.device.type == "cuda":
+                torch.cuda.set_device(self.group.device)
+            return lease(
+                self.group,
+                kind,
+                *args,
+                **options,
+                combine_dtype=self.settings.combine_dtype,
+                timeout=self.settings.timeout,
+                first_timeout=compute_first_timeout(self.settings.timeout),
+            )
+
+        if self._avoids_pool:
+            with ThreadPoolExecutor(1) as executor:
+                leased = executor.submit(create).result()
+        else:
+            leased = create()
         self._leases.append(leased)
         return leased.operator
 
@@ -320,7 +382,22 @@ class Blocks:
                 _log.warning("failed to close a workspace: %s", error)
         self._leases.clear()
         self._layers.clear()
+        self._exchanges.clear()
         self.group.close()
+
+
+def _read_loaders(layer: Layer) -> dict[str, tuple[torch.dtype, Any]]:
+    """Return the dtype and the loader of each parameter that weft will replace."""
+    replaced = {
+        "weight": layer.is_reordered,
+        layer.scale_suffix: layer.is_mxfp4,
+        layer.bias: bool(layer.bias),
+    }
+    return {
+        name: (parameter.dtype, getattr(parameter, "weight_loader", None))
+        for name, parameter in layer.parameters().items()
+        if replaced.get(name.partition("_")[2])
+    }
 
 
 class _LayerState:
@@ -331,10 +408,17 @@ class _LayerState:
     """
 
     def __init__(
-        self, layer: Layer, decode: MoE, prefill: MoE, parameters: dict[str, nn.Parameter]
+        self,
+        layer: Layer,
+        decode: MoE,
+        prefill: MoE,
+        parameters: dict[str, nn.Parameter],
+        loaders: dict[str, tuple[torch.dtype, Any]],
     ) -> None:
         self.layer, self.decode, self.prefill = layer, decode, prefill
         self.parameters = parameters
+        self.loaders = loaders  # dtype and loader of each parameter that `restore` gives back
+        self.restored = False  # whether the weights are in the engine's form, see `restore`
         self.tensors = {name: parameter.data for name, parameter in parameters.items()}
         self._addresses = [(name, parameter.data_ptr()) for name, parameter in parameters.items()]
 

@@ -154,6 +154,14 @@ class Layer:
             config, interleaved=self.interleaved, packed=False, **tensors
         )
 
+    def restore_order(self) -> None:
+        """Put the rows of weights that are not MXFP4 back into the engine's order, in place."""
+        if not self.interleaved:
+            return
+        for name in ("w13_weight", f"w13_{self.bias}" if self.bias else ""):
+            for rows in getattr(self.module, name).data if name else ():  # of one expert
+                rows.copy_(torch.stack(rows.chunk(2), dim=1).flatten(0, 1))
+
     def _replace(self, name: str, tensor: torch.Tensor) -> None:
         """Replace a parameter's tensor, and make later loads of the parameter raise."""
         parameter = getattr(self.module, name)
@@ -171,8 +179,9 @@ def refuse_loads(parameter: nn.Parameter, name: str) -> None:
 
     def raise_on_load(*args: Any, **kwargs: Any) -> None:
         raise OutOfOrder(
-            f"{name} is in weft's row order or format, but the engine loads weights in its own: "
-            "restart the server"
+            f"{name} is in weft's row order or format, but this load is in the engine's: update "
+            "weights by a method that prepares the layers (SGLang 0.5.23: update_weights_from_disk "
+            "or begin_weight_update; vLLM: reload_weights), or restart the server"
         )
 
     parameter.weight_loader = raise_on_load  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@
 All of SGLang's modules are this one; `tests.plugins.standins` says how.
 """
 
+import contextlib
 import functools
 import sys
 from collections import namedtuple
@@ -54,7 +55,8 @@ _FLASHINFER_ALLREDUCE_FUSION_ARCHS = frozenset({"Fusing"})
 FALSE = """enable_eplb enable_prefill_delayer
 enable_two_batch_overlap enable_torch_compile enable_lora enable_pdmux
 disable_overlap_schedule enable_dp_lm_head enable_elastic_expert_backup
-enable_dp_attention_local_control_broadcast"""
+enable_dp_attention_local_control_broadcast
+enable_weights_cpu_backup enable_draft_weights_cpu_backup"""
 NONE = """lora_target_modules flashinfer_allreduce_fusion_backend elastic_ep_backend max_ep_size
 moe_dense_tp_size speculative_algorithm ep_join_mode ep_dispatch_algorithm
 speculative_num_draft_tokens"""
@@ -561,8 +563,14 @@ class ModelRunner:
         self.server_args, self.make = server_args, make
         self.model_config, self.eplb_manager = SimpleNamespace(**config), SimpleNamespace()
         self.eplb_manager.disable_rebalance = lambda why: setattr(self.eplb_manager, "reason", why)
-        self.device, self.gpu_id = "cpu", 0
+        self.device, self.gpu_id, self.is_draft_worker = "cpu", 0, False
+        self.memory_saver_adapter = SimpleNamespace(region=self.enter_region)
+        self.regions: list[tuple[str, bool]] = []
         STATE.backend = server_args.moe_a2a_backend
+
+    def enter_region(self, tag: str, enable_cpu_backup: bool = False) -> Any:
+        self.regions.append((tag, enable_cpu_backup))
+        return contextlib.nullcontext()
 
     def load_model(self) -> None:
         self.model = self.make()
@@ -572,6 +580,29 @@ class ModelRunner:
         x, forward_batch.x = forward_batch.x, None  # a failed pass leaves a changed batch
         out: torch.Tensor = self.model(x, forward_batch)
         return out
+
+
+GPU_MEMORY_TYPE_WEIGHTS = "weights"
+
+
+class SchedulerWeightUpdaterManager:
+    """Releases and resumes memory by tags."""
+
+    def __init__(self) -> None:
+        self.offload_tags: set[str] = set()
+
+    def release_memory_occupation(self, recv_req: Any) -> str:
+        self.offload_tags.update(recv_req.tags)
+        return "released"
+
+    def resume_memory_occupation(self, recv_req: Any) -> str:
+        self.offload_tags.difference_update(recv_req.tags)
+        return "resumed"
+
+
+class DefaultModelLoader:
+    @staticmethod
+    def restore_weights_before_loading(model: nn.Module, target_device: Any) -> None: ...
 
 
 def batch(x: torch.Tensor, counts: list[int] | None, real: int | None = None) -> SimpleNamespace:

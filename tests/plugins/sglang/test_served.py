@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import weft
+from tests.baseline import shares_mapped
 from tests.plugins.sglang.server import (
     BLOCKS,
     Server,
@@ -110,8 +111,62 @@ def update(group: weft.Group, form: str) -> float:
     return max(errors)
 
 
+def update_reordered(group: weft.Group, form: str) -> float:
+    """Update layers whose rows weft reorders: in place, in new tensors, and not at all."""
+    server, x = Server(group, "gpt_oss", form=form), tokens(6, group.rank)
+    assert server.runner.regions == [("weights", False)] * (2 * (form == "block"))
+    model, device = server.runner.model, torch.device("cpu")
+    errors = [server.distance(x, [6, 6], "gpt_oss")]
+    for turn, replaces in enumerate((False, True, False)):
+        shift = 7 + turn
+        sglang().DefaultModelLoader.restore_weights_before_loading(model, device)
+        for block in model.blocks:
+            experts = block.experts
+            if replaces:
+                for name, parameter in experts.named_parameters(recurse=False):
+                    new = torch.nn.Parameter(torch.empty_like(parameter), requires_grad=False)
+                    setattr(experts, name, new)
+            sglang().fill(experts, experts.layer_id + shift)
+        errors.append(server.distance(x, [6, 6], "gpt_oss", shift=shift))
+        sglang().DefaultModelLoader.restore_weights_before_loading(model, device)
+        errors.append(server.distance(x, [6, 6], "gpt_oss", shift=shift))
+    if form == "block":
+        parameter = model.blocks[0].experts.w13_weight
+        text = error_of(parameter.weight_loader, parameter, x)
+        assert "layer 0.w13_weight is in weft's row order or format" in text
+        sglang().DefaultModelLoader.restore_weights_before_loading(model, device)
+        assert not hasattr(parameter, "weight_loader")
+    return max(errors)
+
+
 def test_weights_that_sglang_replaces_or_moves_are_served(ranks: Any) -> None:
-    for results in launch_cases(ranks, 2, *((update, form) for form in FORMS)):
+    calls = [(body, form) for body in (update, update_reordered) for form in FORMS]
+    for results in launch_cases(ranks, 2, *calls):
+        assert max(results) < CLOSE
+
+
+def release_memory(group: weft.Group, form: str) -> float:
+    """Release tags one by one and together; weft sleeps from the first to the last of them."""
+    server, x = Server(group, "qwen3", form=form), tokens(6, group.rank)
+    updater, errors = sglang().SchedulerWeightUpdaterManager(), []
+    for releases, resumes in (
+        ([["kv_cache"], ["weights"]], [["weights"], ["kv_cache"]]),
+        ([["kv_cache", "weights", "cuda_graph"]], [["cuda_graph"], ["kv_cache", "weights"]]),
+    ):
+        errors.append(server.distance(x, [6, 6], "qwen3"))
+        for tags in releases:
+            assert updater.release_memory_occupation(SimpleNamespace(tags=tags)) == "released"
+            assert shares_mapped() == 0
+        assert "asleep: call group.wake() first" in error_of(server.step, x, [6, 6])
+        for tags in resumes:
+            assert shares_mapped() == 0
+            assert updater.resume_memory_occupation(SimpleNamespace(tags=tags)) == "resumed"
+        assert shares_mapped() > 0
+    return max(*errors, server.distance(x, [6, 6], "qwen3"))
+
+
+def test_memory_is_released_and_resumed_with_sglangs(ranks: Any) -> None:
+    for results in launch_cases(ranks, 2, *((release_memory, form) for form in FORMS)):
         assert max(results) < CLOSE
 
 

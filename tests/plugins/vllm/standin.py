@@ -34,6 +34,16 @@ def make_config() -> Any:
 
 
 CURRENT = make_config()
+
+
+class Worker:
+    """A GPU worker; its allocator is elsewhere."""
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+
 current_platform = SimpleNamespace(is_cpu=lambda: True)
 
 

@@ -117,7 +117,6 @@ FLAGS = [
     ("enable_elastic_ep", True, "--enable-elastic-ep is not supported"),
     ("prefill_context_parallel_size", 2, "--prefill-context-parallel-size is not supported"),
     ("lora_config", object(), "--enable-lora is not supported"),
-    ("enable_sleep_mode", True, "--enable-sleep-mode is not supported"),
     ("enforce_eager", False, "on CPU ranks vLLM compiles .* add --enforce-eager"),
 ]
 

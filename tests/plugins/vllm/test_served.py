@@ -3,6 +3,7 @@
 
 import logging
 import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import weft
+from tests.baseline import shares_mapped
 from tests.plugins.standins import (
     CLOSE,
     EXPERTS,
@@ -24,6 +26,7 @@ from tests.plugins.standins import (
 from tests.plugins.vllm.workers import Worker, config_of, enter, launch_cases, leave
 from weft.gemm import quantize_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
+from weft.plugins import blocks
 from weft.plugins.vllm import engine
 
 FORMS = ("block", "exchange")
@@ -124,7 +127,10 @@ def serve_gpt_oss(group: weft.Group, far_apart: bool) -> list[float]:
         vllm.layerwise(experts, parts)
         errors.append(distance(expected))
     error = error_of(weight.weight_loader, weight, parts["w13_weight"])
-    assert "experts.w13_weight is in weft's row order or format, but the engine loads" in error
+    assert (
+        "experts.w13_weight is in weft's row order or format, but this load is in the engine's"
+        in error
+    )
     some = {"w13_weight": parts["w13_weight"]}
     assert "reloaded in part: w13_weight are new" in error_of(vllm.layerwise, experts, some)
     if not far_apart:
@@ -187,6 +193,48 @@ def test_weights_that_are_loaded_again_are_served(ranks: Any) -> None:
     for call, results in zip(calls, launch_cases(ranks, 2, *calls), strict=True):
         for errors in results:
             assert max(errors.values()) < CLOSE, (call, errors)
+
+
+def sleep_mode(group: weft.Group, form: str) -> float:
+    """Sleep at both levels, update weights while they alone are awake, and wake up.
+
+    The thread that loads allocates nothing of the operators: level 2 discards its allocations.
+    """
+    vllm, threads = enter(form), set[str]()
+    vllm.CURRENT.model_config.enable_sleep_mode = True
+    module: Any = blocks
+    create = module.lease
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return create(*args, **kwargs)
+
+    module.lease = spy
+    worker, x = Worker(group, form), tokens(6, group.rank)
+    module.lease = create
+    assert threading.main_thread().name not in threads
+    assert threads
+    gpu_worker, errors = vllm.Worker(), [worker.distance(x, [6, 6])]
+    for turn, level in enumerate((1, 2, 2)):
+        gpu_worker.sleep(level)
+        gpu_worker.sleep(level=level)  # does nothing more
+        assert shares_mapped() == 0
+        assert "asleep: call group.wake() first" in error_of(worker.step, x, [6, 6])
+        if turn < 2:
+            gpu_worker.wake_up(tags=["weights"])
+            for layer in range(2):
+                worker.reload(layer, 7 + turn, ("in place", "layerwise")[turn])
+            assert shares_mapped() == 0
+            gpu_worker.wake_up(["kv_cache"])
+        else:
+            gpu_worker.wake_up()
+        errors.append(worker.distance(x, [6, 6], shift=7 + min(turn, 1)))
+    vllm.CURRENT.model_config.enable_sleep_mode = False
+    return max(errors)
+
+
+def test_weft_sleeps_with_vllm(ranks: Any) -> None:
+    assert max(map(max, launch_cases(ranks, 2, *((sleep_mode, form) for form in FORMS)))) < CLOSE
 
 
 def record_rounds(group: weft.Group) -> list[int]:

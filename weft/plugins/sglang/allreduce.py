@@ -25,6 +25,7 @@ from weft.leases import Lease, lease
 from weft.plugins.engine_api import ExpectedAPI
 from weft.plugins.faults import Watch
 from weft.plugins.settings import Settings
+from weft.plugins.sglang import sleep
 from weft.plugins.sglang.hooks import (
     FORWARD,
     RUNNER,
@@ -335,6 +336,7 @@ _STATE = SRT + "distributed.parallel_state."
 _NORMS = SRT + "layers.layernorm."
 _BOUNDARY = SRT + "layers.layer_boundary."
 HOOKS = (
+    *sleep.create_hooks(lambda: None if _tensor_parallel is None else _tensor_parallel.group),
     Hook(RUNNER + "load_model", "self", function=after_load_model, kind="AFTER"),
     Hook(RUNNER + "forward", FORWARD, function=after_forward, kind="AFTER"),
     Hook(
@@ -374,6 +376,7 @@ HOOKS = (
     ),
 )
 EXPECTED_API = (
+    *sleep.EXPECTED_API,
     ExpectedAPI(_STATE + "get_tp_group", ""),
     ExpectedAPI(_STATE + "get_attn_tp_group", ""),
     ExpectedAPI(_STATE + "get_moe_ep_group", ""),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from weft.plugins.blocks import LOAD_TIMEOUT, Blocks
 from weft.plugins.engine_api import ExpectedAPI
 from weft.plugins.faults import Watch
 from weft.plugins.settings import Settings
-from weft.plugins.sglang import elastic, flags, models
+from weft.plugins.sglang import elastic, flags, models, sleep
 from weft.plugins.sglang.flags import check_server, compute_limits
 from weft.plugins.sglang.hooks import (
     FORWARD,
@@ -98,9 +99,10 @@ def after_load_model(result: Any, runner: Any) -> None:
             if settings.form == "dispatcher":
                 layer.dispatcher.all_to_all = _blocks.get_exchange(build_layer(layer))
                 continue
+            weights_memory = _use_weights_memory(runner, server_args)
             if calls_experts(block):
                 layer.dispatcher.runs_experts = True
-                _blocks.add_block(build_layer(layer))  # without replicas
+                _blocks.add_block(build_layer(layer), weights_memory=weights_memory)
                 continue
             mlp = get_shared_mlp(block)
             size = 0 if mlp is None else mlp.gate_up_proj.output_size // 2
@@ -109,8 +111,30 @@ def after_load_model(result: Any, runner: Any) -> None:
                 shared=get_shared_expert(block),
                 shared_size=size,
                 moves_experts=server_args.enable_eplb,
+                weights_memory=weights_memory,
             )
     _blocks.log_layers(f"{len(layers)} MoE layers of {type(runner.model).__name__}")
+
+
+def _use_weights_memory(runner: Any, server_args: Any) -> AbstractContextManager[object]:
+    """Return a context whose allocations SGLang releases and resumes with the model's weights."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    has_backup = server_args.enable_weights_cpu_backup or (
+        runner.is_draft_worker and server_args.enable_draft_weights_cpu_backup
+    )
+    region: AbstractContextManager[object] = runner.memory_saver_adapter.region(
+        GPU_MEMORY_TYPE_WEIGHTS, enable_cpu_backup=bool(has_backup)
+    )
+    return region
+
+
+def restore_weights(original: Callable[..., None], model: Any, target_device: Any) -> None:
+    """Undo weft's order of rows before SGLang loads; wraps restore_weights_before_loading."""
+    if _blocks is not None:
+        with torch.inference_mode(False):
+            _blocks.restore(model.modules())
+    original(model, target_device)
 
 
 def _check_caller(layer: Any, block: Any, settings: Settings) -> None:
@@ -285,9 +309,14 @@ def _run_experts(block: Any, dispatcher: Any, x: torch.Tensor, topk: Any, max_to
     return out
 
 
+def _get_group() -> Group | None:
+    return None if _blocks is None else _blocks.group
+
+
 HOOKS = (
     *flags.HOOKS,
     *models.HOOKS,
+    *sleep.create_hooks(_get_group),
     *(Hook(name, parameters, function=run_moe_block) for name, parameters in FORWARDS.items()),
     Hook(
         SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl",
@@ -296,6 +325,11 @@ HOOKS = (
     ),
     Hook(RUNNER + "load_model", "self", function=after_load_model, kind="AFTER"),
     Hook(RUNNER + "forward", FORWARD, function=run_forward),
+    Hook(
+        SRT + "model_loader.loader.DefaultModelLoader.restore_weights_before_loading",
+        {"0.5.23": "model, target_device"},
+        function=restore_weights,
+    ),
     *elastic.HOOKS,
 )
 # Functions and classes that the hooks use.
@@ -304,9 +338,20 @@ _FORWARD_CUDA = (
     "self, hidden_states, router_logits, *, num_token_non_padded=, expert_location_dispatch_info="
 )
 EXPECTED_API = (
+    ExpectedAPI(SRT + "constants.GPU_MEMORY_TYPE_WEIGHTS"),
+    ExpectedAPI(
+        SRT + "utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.region",
+        "self, tag, enable_cpu_backup=",
+    ),
+    ExpectedAPI(
+        SRT + "server_args.ServerArgs",
+        {"0.5.17": None},
+        attributes="enable_weights_cpu_backup enable_draft_weights_cpu_backup",
+    ),
     *flags.EXPECTED_API,
     *models.EXPECTED_API,
     *elastic.EXPECTED_API,
+    *sleep.EXPECTED_API,
     ExpectedAPI(SRT + "distributed.get_moe_ep_group", ""),
     ExpectedAPI(SRT + "layers.dp_attention.get_dp_global_num_tokens", ""),
     ExpectedAPI(

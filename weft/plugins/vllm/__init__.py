@@ -32,3 +32,5 @@ def register() -> None:
         layers.register()
     if settings.allreduce:
         allreduce.register()
+    if settings.form or settings.allreduce:
+        engine.patch_sleep()

