@@ -13,6 +13,7 @@ from weft.compat.deep_ep.arguments import IDS, TensorOrPair, check_argument, che
 from weft.compat.ranges import compute_token_indices, pack_ranges
 from weft.errors import OutOfOrder, UsageError
 from weft.group import Group
+from weft.heap.local import allocate_local
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.reference import unpack_scales
 from weft.lowlatency.results import Handle
@@ -133,9 +134,9 @@ class LowLatencyMode:
             )
         key = (handle.sizes, handle.operator_handle.slot)
         if key not in self._inputs:
-            size, device = buffer.x.shape, buffer.x.device
+            group, spec = self._find_exchange(handle).group, (buffer.x.shape, torch.bfloat16)
             with disable_inference_mode():
-                self._inputs[key] = torch.zeros(size, dtype=torch.bfloat16, device=device)
+                (self._inputs[key],) = allocate_local(group, [spec])
         return self._inputs[key]
 
     def check(self) -> None:
