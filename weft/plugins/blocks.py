@@ -24,7 +24,13 @@ from weft.leases import Leasable, Lease, lease
 from weft.moe import MoE
 from weft.plugins.faults import Watch
 from weft.plugins.settings import Settings, compute_first_timeout
-from weft.plugins.weights import Layer, build_layer_error, check_weights, refuse_loads
+from weft.plugins.weights import (
+    Layer,
+    ParameterFormat,
+    build_layer_error,
+    check_weights,
+    refuse_loads,
+)
 
 T = TypeVar("T", bound=Leasable)
 _log = logging.getLogger(__name__)
@@ -123,7 +129,7 @@ class Blocks:
                 f"{layer.hidden}, which weft would pad to {config.hidden}: it pads only layers "
                 "without a shared expert"
             )
-        loaders = _read_loaders(layer)
+        formats = layer.read_formats()
         with weights_memory or contextlib.nullcontext():
             experts = layer.local_expert_weights()
         expected, fp8 = layer.local_expert_ids(), layer.uses_fp8_rows
@@ -162,7 +168,8 @@ class Blocks:
             build(self.settings.decode, self.limits.decode),
             build("throughput", self.limits.prefill),
             layer.parameters(),
-            {} if was_mxfp4 else loaders,
+            # FP8 has not all values of MXFP4, so such a layer cannot be restored.
+            {} if was_mxfp4 != layer.is_mxfp4 else formats,
         )
 
     def has_layer(self, module: Any) -> bool:
@@ -222,37 +229,39 @@ class Blocks:
                 tensor.copy_(new)
             parameter.data = tensor
             setattr(module, name, parameter)
-            if state.restored and name in state.loaders:
+            if state.restored and name in state.formats:
                 refuse_loads(parameter, f"{layer.name}.{name}")
         state.restored = False
 
-    def reload_all(self) -> None:
-        """Reload every layer whose tensors the engine has replaced or may have written."""
+    def reload_all(self, prepare: Callable[[Any], None] | None = None) -> None:
+        """Reload every layer whose tensors the engine has replaced or may have written.
+
+        `prepare` is called before with each module that was restored.
+        """
         for state in self._layers.values():
+            if state.restored and prepare is not None:
+                prepare(state.layer.module)
             if state.restored or state.list_replaced():
                 self.reload(state.layer.module)
 
     @torch.no_grad()
-    def restore(self, modules: Iterable[Any]) -> None:
+    def restore(self, modules: Iterable[Any]) -> list[Any]:
         """Put reordered weights of `modules` into the engine's form, before the engine loads some.
 
-        `reload_all` converts them again. Layers whose weights are MXFP4 stay: loads raise.
+        `reload_all` converts them again. MXFP4 weights need the memory of both forms meanwhile, and
+        those that were converted to FP8 stay: loads raise.
+
+        Returns:
+            The modules whose weights changed.
         """
+        restored = []
         for module in modules:
             state = self._layers.get(id(module))
-            if state is None or state.restored or not state.layer.is_reordered:
-                continue
-            if not state.loaders:
-                continue
-            state.layer.restore_order()
-            for name, (dtype, loader) in state.loaders.items():
-                parameter = getattr(module, name)
-                parameter.data = parameter.data.to(dtype)
-                if loader is None:
-                    del parameter.weight_loader
-                else:
-                    parameter.weight_loader = loader
-            state.restored = True
+            if state is not None and state.formats and not state.restored:
+                state.layer.restore(state.formats)
+                state.restored = True
+                restored.append(module)
+        return restored
 
     def get_exchange(self, layer: Layer, payloads: Sequence[Payload] | None = None) -> AllToAll:
         """Return the all-to-all of a layer whose experts the engine runs. Collective if new.
@@ -386,20 +395,6 @@ class Blocks:
         self.group.close()
 
 
-def _read_loaders(layer: Layer) -> dict[str, tuple[torch.dtype, Any]]:
-    """Return the dtype and the loader of each parameter that weft will replace."""
-    replaced = {
-        "weight": layer.is_reordered,
-        layer.scale_suffix: layer.is_mxfp4,
-        layer.bias: bool(layer.bias),
-    }
-    return {
-        name: (parameter.dtype, getattr(parameter, "weight_loader", None))
-        for name, parameter in layer.parameters().items()
-        if replaced.get(name.partition("_")[2])
-    }
-
-
 class _LayerState:
     """A layer's operators and parameters.
 
@@ -413,11 +408,11 @@ class _LayerState:
         decode: MoE,
         prefill: MoE,
         parameters: dict[str, nn.Parameter],
-        loaders: dict[str, tuple[torch.dtype, Any]],
+        formats: dict[str, ParameterFormat],
     ) -> None:
         self.layer, self.decode, self.prefill = layer, decode, prefill
         self.parameters = parameters
-        self.loaders = loaders  # dtype and loader of each parameter that `restore` gives back
+        self.formats = formats  # of the parameters that `restore` gives back to the engine
         self.restored = False  # whether the weights are in the engine's form, see `restore`
         self.tensors = {name: parameter.data for name, parameter in parameters.items()}
         self._addresses = [(name, parameter.data_ptr()) for name, parameter in parameters.items()]

@@ -4,22 +4,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.gemm.config import DTYPES_16BIT, MXFP4, is_hopper
-from weft.gemm.mxfp4 import BLOCK
+from weft.gemm.mxfp4 import BLOCK, quantize_mxfp4, unpack_mxfp4
 from weft.moe import ExpertWeights, MoEConfig, Routing
 from weft.moe.models import SWIGLU, Gating
 from weft.shape import FP8_BLOCK
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _log = logging.getLogger(__name__)
+
+
+class ParameterFormat(NamedTuple):
+    """Format in which the engine loads a parameter.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        loader: Its weight_loader, or None.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    loader: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +168,74 @@ class Layer:
             config, interleaved=self.interleaved, packed=False, **tensors
         )
 
-    def restore_order(self) -> None:
-        """Put the rows of weights that are not MXFP4 back into the engine's order, in place."""
-        if not self.interleaved:
-            return
-        for name in ("w13_weight", f"w13_{self.bias}" if self.bias else ""):
-            for rows in getattr(self.module, name).data if name else ():  # of one expert
-                rows.copy_(torch.stack(rows.chunk(2), dim=1).flatten(0, 1))
+    def restore(self, formats: Mapping[str, ParameterFormat]) -> None:
+        """Give the engine's tensors of a reordered layer back to it, with equal values.
+
+        Rows of weights that are not MXFP4 are put into the engine's order in place.
+
+        Args:
+            formats: Original format of each parameter that `local_expert_weights` replaced.
+        """
+        for name, (shape, dtype, loader) in formats.items():
+            parameter = getattr(self.module, name)
+            if name.endswith("_weight") and self.is_mxfp4:
+                self._unpack_mxfp4(name.removesuffix("_weight"), formats)
+            elif name.endswith("_weight"):
+                for rows in parameter.data if self.interleaved else ():  # of one expert
+                    rows.copy_(self._select_rows(name, rows, len(rows)))
+            elif self.bias and name.endswith(self.bias):
+                rows = [self._select_rows(name, rows, shape[1]) for rows in parameter.data]
+                parameter.data = torch.stack(rows).to(dtype)
+            if loader is None:
+                del parameter.weight_loader
+            else:
+                parameter.weight_loader = loader
+
+    def _select_rows(self, name: str, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the first `count` rows of one expert, without padding, in the engine's order."""
+        if not name.startswith("w13"):
+            return rows[:count]
+        gate, up = (part[: count // 2] for part in rows.chunk(2))
+        return (
+            torch.stack((gate, up), dim=1).flatten(0, 1)
+            if self.interleaved
+            else torch.cat((gate, up))
+        )
+
+    def _unpack_mxfp4(self, prefix: str, formats: Mapping[str, ParameterFormat]) -> None:
+        names = f"{prefix}_weight", f"{prefix}_{self.scale_suffix}"
+        weight, scale = (getattr(self.module, name) for name in names)
+        values, powers = (
+            torch.empty(formats[name].shape, dtype=torch.uint8, device=weight.device)
+            for name in names
+        )
+        _, num_rows, num_bytes = values.shape
+        for expert in range(len(values)):  # one at a time, because fp32 copies are large
+            one = slice(expert, expert + 1)
+            matrix = unpack_mxfp4(weight.data[one], scale.data[one])[0]
+            rows = self._select_rows(prefix, matrix, num_rows)[:, : 2 * num_bytes]
+            pair = quantize_mxfp4(rows.contiguous().unsqueeze(0))
+            values[expert], powers[expert] = pair[0][0], pair[1][0]
+        weight.data, scale.data = values, powers
 
     def _replace(self, name: str, tensor: torch.Tensor) -> None:
         """Replace a parameter's tensor, and make later loads of the parameter raise."""
         parameter = getattr(self.module, name)
         parameter.data = tensor
         refuse_loads(parameter, f"{self.name}.{name}")
+
+    def read_formats(self) -> dict[str, ParameterFormat]:
+        """Return the format of each parameter that `local_expert_weights` will replace, by name."""
+        suffixes = {self.bias} - {""}
+        suffixes |= {"weight"} if self.is_reordered else set()
+        suffixes |= {self.scale_suffix} if self.is_mxfp4 else set()
+        return {
+            name: ParameterFormat(
+                parameter.shape, parameter.dtype, getattr(parameter, "weight_loader", None)
+            )
+            for name, parameter in self.parameters().items()
+            if name.partition("_")[2] in suffixes
+        }
 
     def local_expert_ids(self) -> tuple[int, ...]:
         """Return the ids of this rank's physical experts."""

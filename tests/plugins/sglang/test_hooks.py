@@ -24,7 +24,7 @@ from weft.plugins.engine_api import Engine
 from weft.plugins.settings import Settings
 from weft.plugins.sglang import allreduce, engine, flags, models, register
 from weft.plugins.sglang.hooks import create_server_terminator
-from weft.plugins.sglang.weights import build_layer, check_experts, unify_mxfp4
+from weft.plugins.sglang.weights import build_layer, check_experts, split_mxfp4, unify_mxfp4
 
 
 @pytest.fixture(autouse=True)
@@ -286,6 +286,20 @@ def test_mxfp4_of_sglangs_fp8_method_is_converted() -> None:
         check_experts(layer, form="dispatcher")
     unify_mxfp4(layer)
     check_experts(layer, form="block")
+    loaded = build_layer(layer)
+    formats = loaded.read_formats()
+    for _ in range(2):  # SGLang restores a layer before it loads weights again
+        build_layer(layer).local_expert_weights()
+        loaded.restore(formats)
+        split_mxfp4(layer)
+        assert (layer.w2_weight.dtype, layer.w2_weight_scale_inv.dtype) == (
+            torch.int8,
+            torch.float32,
+        )
+        assert not hasattr(layer.w2_weight, "weight_loader")
+        unify_mxfp4(layer)
+        restored = dequantize_mxfp4(layer.w2_weight.data, layer.w2_weight_scale_inv.data)
+        assert torch.equal(restored, expected)
     own = build_layer(layer).local_expert_weights()
     assert own.down_scale is not None
     assert torch.equal(unpack_mxfp4(own.down, own.down_scale), expected)

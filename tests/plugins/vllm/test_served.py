@@ -131,6 +131,22 @@ def serve_gpt_oss(group: weft.Group, far_apart: bool) -> list[float]:
         "experts.w13_weight is in weft's row order or format, but this load is in the engine's"
         in error
     )
+    assert engine._blocks is not None
+    assert engine._blocks.restore([experts]) == ([] if far_apart else [experts])
+    if not far_apart:  # the engine's tensors again, for loads in place of some of them or none
+        for name in ("w13", "w2"):
+            pair = f"{name}_weight", f"{name}_weight_scale"
+            held = dequantize_mxfp4(*(getattr(experts, part).data for part in pair))
+            assert torch.equal(held, dequantize_mxfp4(*(parts[part] for part in pair)))
+            assert torch.equal(getattr(experts, f"{name}_bias").data, parts[f"{name}_bias"])
+        engine._blocks.reload_all()
+        errors.append(distance(expected))
+        engine._blocks.restore([experts])
+        parts, expected = draw(80, far_apart=False)
+        for name, tensor in parts.items():
+            getattr(experts, name).data.copy_(tensor)
+        engine._blocks.reload_all()
+        errors.append(distance(expected))
     some = {"w13_weight": parts["w13_weight"]}
     assert "reloaded in part: w13_weight are new" in error_of(vllm.layerwise, experts, some)
     if not far_apart:

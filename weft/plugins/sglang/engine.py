@@ -41,7 +41,7 @@ from weft.plugins.sglang.models import (
     get_shared_expert,
     get_shared_mlp,
 )
-from weft.plugins.sglang.weights import build_layer, check_experts, unify_mxfp4
+from weft.plugins.sglang.weights import build_layer, check_experts, split_mxfp4, unify_mxfp4
 
 _blocks: Blocks | None = None
 
@@ -133,7 +133,8 @@ def restore_weights(original: Callable[..., None], model: Any, target_device: An
     """Undo weft's order of rows before SGLang loads; wraps restore_weights_before_loading."""
     if _blocks is not None:
         with torch.inference_mode(False):
-            _blocks.restore(model.modules())
+            for fused in _blocks.restore(model.modules()):
+                split_mxfp4(fused)
     original(model, target_device)
 
 
@@ -225,7 +226,7 @@ def run_forward(
     Weights that SGLang updated since the last pass take effect first, also in captured graphs.
     """
     if _blocks is not None:
-        _blocks.reload_all()
+        _blocks.reload_all(unify_mxfp4)
     if _blocks is not None and elastic.is_enabled():
         return elastic.run_forward(
             lambda: original(runner, forward_batch, *args, **kwargs), _blocks.check, forward_batch

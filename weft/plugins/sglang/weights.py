@@ -62,6 +62,16 @@ def unify_mxfp4(fused: Any) -> None:
         scale.data = powers.view(torch.uint8)
 
 
+def split_mxfp4(fused: Any) -> None:
+    """Undo `unify_mxfp4`, before SGLang loads weights."""
+    if not getattr(fused.quant_method, "is_fp4_expert", False):
+        return
+    for name in ("w13", "w2"):
+        weight, scale = (getattr(fused, f"{name}_weight{part}") for part in ("", "_scale_inv"))
+        weight.data = weight.data.view(torch.int8)
+        scale.data = scale.data.view(torch.float8_e8m0fnu).float()
+
+
 def read_gating(config: Any) -> Gating:
     """Return the activation, or SwiGLU if `_check_arithmetic` raises for the activation."""
     if config.activation == "situ":
