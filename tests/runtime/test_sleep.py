@@ -12,10 +12,17 @@ import torch
 
 import weft
 from tests.baseline import die, raises_soon, resource_counts, shares_mapped
-from tests.operators import STEPPED, Step
+from tests.operators import KINDS, STEPPED, Step
 from tests.ranks import on_ranks
 from tests.recovery import Survivors
-from weft.errors import CreationFailed, OutOfOrder, PeerLeft, RendezvousFailed, WeftError
+from weft.errors import (
+    BadExpertId,
+    CreationFailed,
+    OutOfOrder,
+    PeerLeft,
+    RendezvousFailed,
+    WeftError,
+)
 from weft.heap import Heap
 from weft.heap.cpu import HostShares
 
@@ -242,6 +249,23 @@ def test_a_rank_in_a_call_or_with_a_broken_operator_refuses_for_all(group: weft.
     for each in (step, other):
         play(each, 3)
     group.barrier()
+
+
+@on_ranks(2, "cpu")
+def test_reports_of_bad_ids_survive_a_sleep_and_are_raised_once(group: weft.Group) -> None:
+    with KINDS["pull"].open(group) as op:
+        ids = op.ids.clone()
+        for _ in range(3):
+            op.ids[0, 0] = 999
+            op.enqueue(1.0)
+            group.sleep()
+            group.wake()
+            with pytest.raises(BadExpertId, match="999"):
+                op.operator.check()
+            op.operator.check()
+            op.ids.copy_(ids)
+            op.round()
+        group.barrier()
 
 
 @on_ranks(2, "cpu")
