@@ -18,7 +18,7 @@ from tests.baseline import die
 from tests.ranks import on_ranks
 from tests.rounds import Round, play
 from weft import errors
-from weft.group import agreement
+from weft.group import agreement, recovery
 from weft.group.agreement import Agreement
 from weft.group.meeting import Meeting
 from weft.heap import Heap
@@ -381,3 +381,15 @@ def all_die(group):
 def test_a_launch_without_survivors_fails():
     with pytest.raises(errors.RankFailed, match=r"rank \d of 4 died: .*SIGKILL"):
         launch(all_die, ranks=4, tolerate_deaths=True)
+
+
+@pytest.mark.parametrize(("ranks_of_agent", "warns"), [("4", True), ("1", False)])
+def test_recovery_under_a_torchrun_agent_of_several_ranks_is_warned_about(
+    ranks_of_agent, warns, monkeypatch, caplog
+):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_of_agent)
+    recovery._warn_under_torchrun.cache_clear()
+    for _ in range(2):
+        recovery._warn_under_torchrun()
+    assert caplog.text.count("Start one agent per rank") == warns

@@ -335,12 +335,12 @@ class GroupRecovery:
 
 @functools.cache
 def _warn_under_torchrun() -> None:
-    """Warn once that torchrun's agent ends all ranks after the first failure."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    """Warn once if torchrun's agent ends this rank as soon as another of its ranks has failed."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") != "1":
         _log.warning(
-            "recover under torchrun: its agent ends all ranks of this machine as soon as one has "
-            "failed. Start the ranks with weft.launch(..., tolerate_deaths=True) or another "
-            "launcher that lets the survivors live"
+            "recover under torchrun: its agent ends all of its ranks as soon as one has failed. "
+            "Start one agent per rank (--nnodes RANKS --nproc-per-node 1 --node-rank R), or start "
+            "the ranks with weft.launch(..., tolerate_deaths=True)"
         )
 
 
