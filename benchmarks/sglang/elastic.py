@@ -3,8 +3,9 @@
 
 It uses the trained model of `weft demo` and its questions, greedily, one per request. Stock SGLang
 on one rank gives the expected texts. Then ranks with a replica of every expert answer all questions
-in several rounds. In each round but the first, a rank is killed after a third of the answers.
-Requests that fail with 503 are repeated.
+in several rounds. In every second round, a rank is killed after a third of the answers. The next
+round begins when a new process has replaced it, and must use that rank again. Requests that fail
+with 503 are repeated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arithmetic import GREEDY, texts
-from job import Variant, in_servers, post, select_variants
+from job import Variant, in_servers, post, select_variants, tail
 from load import API
 from server import arguments, begin, of_trained
 from variants import ELASTIC, VARIANTS
@@ -29,6 +30,7 @@ from weft.cli.demo import CHECKPOINT, Question, read_questions
 
 TRIES = 5  # attempts per question
 LONGEST = 120.0  # timeout of an answer in seconds
+HEALING = 900.0  # timeout of a replacement in seconds
 
 
 @dataclass
@@ -132,16 +134,34 @@ def main() -> int:
         return one.done()
     job = of_trained(args, args.ranks)
 
+    def ask(variant: Variant, name: str, address: str, kill: int | None) -> Round:
+        round_ = Round(address, questions, kill)
+        result = round_.run(args.clients)
+        result["equal"] = sum(round_.answers.get(i) == text for i, text in enumerate(expected))
+        job.record(variant, result, clients=args.clients)
+        if result["equal"] != len(questions) or (kill is not None and not round_.killed):
+            job.fail(f"{name}, round of {kill}: {result}")
+        return round_
+
     def measure(variant: Variant, name: str, address: str) -> None:
-        for kill in (None, *args.kill):
-            round_ = Round(address, questions, kill)
-            result = round_.run(args.clients)
-            result["equal"] = sum(round_.answers.get(i) == text for i, text in enumerate(expected))
-            job.record(variant, result, clients=args.clients)
-            if result["equal"] != len(questions) or (kill is not None and not round_.killed):
-                job.fail(f"{name}, round of {kill}: {result}")
+        ask(variant, name, address, None)
+        for count, kill in enumerate(args.kill, 1):
+            killed = ask(variant, name, address, kill).killed
+            text, log = "has been replaced; serving paused", job.log(name)
+            end = time.monotonic() + job.left(HEALING)
+            while log.read_text(errors="replace").count(text) < count * (args.ranks - 1):
+                if time.monotonic() > end:
+                    job.fail(f"{name}: rank {kill} was not replaced; end of {log}:\n{tail(log)}")
+                    return
+                time.sleep(0.1)
+            if killed is not None:
+                print(f"rank {kill} was back {time.monotonic() - killed:.1f} s after", flush=True)
+            served = ask(variant, name, address, None).ranks.get(kill, 0)
+            if not served:
+                job.fail(f"{name}: rank {kill} has answered nothing after its replacement")
         lines = job.log(name).read_text(errors="replace").splitlines()
-        print("\n".join(line for line in lines if "ranks continue after" in line), flush=True)
+        found = [x for x in lines if "ranks continue after" in x or "has been replaced" in x]
+        print("\n".join(found), flush=True)
         for kill in args.kill:
             job.check_log(name, f"rank {kill} has died; ")
 

@@ -89,6 +89,7 @@ class Server:
         state.redundant = redundant
         state.parallel = SimpleNamespace(
             **{"tp_size": size, "moe_ep_size": size, "moe_ep_rank": group.rank},
+            **{"tp_rank": group.rank},
             **{"attn_tp_size": attention_ranks, "attn_dp_enabled": attention_ranks < size},
         )
         kind = getattr(standin, BLOCKS[block])

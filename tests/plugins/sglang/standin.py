@@ -644,13 +644,12 @@ class Scheduler:
     """reported: messages to the tokenizer about the ranks."""
 
     def __init__(self) -> None:
-        self.reported: list[list[int]] = []
+        self.reported: list[Any] = []
+        to_tokenizer = SimpleNamespace(send_output=self.reported.append)
+        self.ipc_channels = SimpleNamespace(send_to_tokenizer=to_tokenizer)
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> str:
         return "batch"
-
-    def _maybe_report_active_ranks(self) -> None:
-        self.reported.append(ElasticEPStateManager.instance().active_ranks_cpu.tolist())
 
 
 class Request(SimpleNamespace):

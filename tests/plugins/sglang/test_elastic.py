@@ -17,11 +17,14 @@ import pytest
 import torch
 
 import weft
+from tests.baseline import die
+from tests.group.test_replacement import fork
 from tests.plugins.sglang.server import enter, leave, replicated, sglang
 from tests.plugins.standins import CLOSE, tokens
-from weft.errors import SetupError
+from weft.errors import OutOfOrder, SetupError
 from weft.launcher.launch import launch
-from weft.plugins.sglang import elastic, engine
+from weft.plugins.sglang import elastic, engine, healing
+from weft.plugins.sglang.weights import check_weights_equal, describe_weights
 
 run = partial(launch, tolerate_deaths=True, timeout=3000.0)
 
@@ -54,7 +57,7 @@ def outlive_rank(group: weft.Group, form: str, way: str, when: str) -> dict[str,
         assert getattr(sglang().STATE.places, name) is table
     result = {
         "active": sglang().ElasticEPStateManager.instance().active_ranks_cpu.tolist(),
-        "reported": scheduler.reported,
+        "reported": [report.status for report in scheduler.reported],
         "moved": server.runner.eplb_manager.reason,
         "watched": blocks.watch._thread.is_alive(),
     }
@@ -82,6 +85,177 @@ def test_a_server_outlives_a_rank(form: str, way: str, when: str) -> None:
 def standin() -> Iterator[Any]:
     yield enter()
     leave()
+
+
+HEALED = 3  # passes after the join
+
+
+class Rank:
+    """A rank that makes passes, and compares the results with one process."""
+
+    def __init__(self, group: Any, **flags: Any) -> None:
+        os.environ["WEFT_SGLANG_TIMEOUT"] = "600"
+        self.group, self.server = group, replicated(group, **flags)
+        self.scheduler = sglang().Scheduler()
+
+    @property
+    def reports(self) -> list[Any]:
+        return list(self.scheduler.reported)
+
+    def is_complete(self) -> bool:
+        assert elastic._survivors is not None
+        return not elastic._survivors.dead
+
+    def make_pass(self, count: int) -> None:
+        rows = sglang().exchange([count, 7, 0], self.group.size)
+        self.scheduler.get_next_batch_to_run(None, None)
+        x = tokens(count, 10 * count + self.group.rank)
+        assert self.server.distance(x, [row[0] for row in rows], "qwen3") < CLOSE
+
+
+def replace_rank(address: str, rank: int, changed: str) -> None:
+    """Load and run passes alone, then join and make passes with the others."""
+    healing.set_join_address(address)
+    place = SimpleNamespace(rank=rank, size=4)
+    place.process_group = lambda: healing._create_process_group(rank, 4)
+    replacement = Rank(place, ep_join_mode="recover")
+    model = replacement.server.runner.model
+    alone = replacement.server.step(tokens(3, 1), [3, 0, 0, 0])
+    assert alone.isfinite().all()
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if changed and name.endswith(changed):
+                weights[-1, -1, -1:] += 1.0
+    for _ in range(HEALED):
+        replacement.make_pass(2)
+    assert replacement.is_complete()
+    assert [report.status for report in replacement.reports] == [[True] * 4]
+    leave()
+
+
+def heal(group: weft.Group, victim: int, changed: str) -> tuple[list[Any], list[bool]]:
+    """Replace a rank that dies; with changed weights the first replacement is refused."""
+    rank, hub, failed = Rank(group), 1 if victim == 0 else 0, list[bool]()
+    process: Any = None
+    rank.make_pass(group.rank)
+    if group.rank == victim:
+        die()
+    while not (rank.reports and all(rank.reports[-1].status)):
+        rank.make_pass(group.rank)
+        num_meetings = sum(report.rid is not None for report in rank.reports)
+        if group.rank == hub and num_meetings > len(failed) + (process is not None):
+            if process is not None:
+                process.join()
+                failed.append(process.exitcode != 0)
+            address = rank.reports[-1].rid
+            process = fork(replace_rank, address, victim, "" if failed else changed)
+        assert process is None or not process.exitcode or (changed and not failed)
+    for _ in range(HEALED - 1):
+        rank.make_pass(group.rank)
+    if process is not None:
+        process.join()
+        failed.append(process.exitcode != 0)
+    reports = [report.status for report in rank.reports]
+    leave()
+    return reports, failed
+
+
+@pytest.mark.parametrize(("victim", "changed"), [(3, ""), (0, ""), (2, "w2_weight")])
+def test_a_new_process_replaces_a_dead_rank(victim: int, changed: str) -> None:
+    """It loads and calls its layers alone. One with other weights is refused."""
+    one_is_dead, hub = [rank != victim for rank in range(4)], 1 if victim == 0 else 0
+    reports = [one_is_dead] * (2 if changed else 1) + [[True] * 4]
+    failed = [True, False] if changed else [False]
+    results = run(heal, victim, changed, ranks=4)
+    for rank, result in enumerate(results):
+        expected = None if rank == victim else (reports, failed if rank == hub else [])
+        assert result == expected, f"rank {rank}"
+
+
+def test_weights_of_ranks_are_compared(standin: Any) -> None:
+    """Experts by logical id, wherever their replicas are, and all other tensors by name."""
+
+    def describe(rank: int, offset: int, change: str = "") -> dict[str, Any]:
+        model, locations = torch.nn.Module(), standin.STATE.places
+        model.experts = torch.nn.Module()
+        vars(model.experts)["layer_id"] = 0
+        for owner, name, size in ((model, "norm", 3), (model, "scale", 0), (model.experts, "w", 2)):
+            values = torch.arange(12.0).reshape(4, 3)[offset : offset + 2] if name == "w" else None
+            tensor = torch.ones((size,) if size else ()) if values is None else values.bfloat16()
+            if name == change:
+                tensor += 1
+            owner.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        return describe_weights(model, [model.experts], locations, rank)
+
+    standin.place(torch.tensor([[0, 1, 2, 3, 0, 1]]), 3, 4, True)
+    ranks = [describe(0, 0), describe(1, 2), describe(2, 0)]
+    check_weights_equal(ranks)
+    for change, text in (
+        ("norm", "norm differs between rank 0 and rank 2"),
+        ("scale", "scale differs between rank 0 and rank 2"),
+        ("w", r"w of expert 0 of layer 0 differs between rank 0 and rank 2 \(\d+ and \d+\)"),
+    ):
+        with pytest.raises(SetupError, match=text):
+            check_weights_equal([*ranks[:2], describe(2, 0, change)])
+    standin.place(torch.tensor([[0, 1, 2, 3, 1, 0]]), 3, 4, True)
+    with pytest.raises(SetupError, match="the placement of experts differs"):
+        check_weights_equal([*ranks[:2], describe(2, 0)])
+
+
+class Process:
+    """A process of the controller."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.kill, self.join = (partial(self.events.append, e) for e in ("kill", "join"))
+
+
+def test_the_controller_starts_one_process_for_each_dead_rank_and_meeting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replacements, started = healing.Replacements(), list[Any]()
+
+    def start(rank: int, processes: list[Any]) -> None:
+        processes[rank] = Process()
+        started.append((rank, replacements._address))
+
+    monkeypatch.setattr(replacements, "_start", start)
+    processes: list[Any] = [Process() for _ in range(3)]
+    before = list(processes)
+    replacements.update(processes, [True, True, False], None)  # healing is disabled
+    replacements.update(processes, [True] * 3, "0-a")
+    assert (processes, started) == (before, [])
+    for _ in range(3):  # each survivor reports, and SGLang reports after each batch
+        replacements.update(processes, [True, True, False], "0-a")
+        replacements.update(processes, [True, True, False], None)
+    assert started == [(2, "0-a")]
+    assert before[2].events == ["kill", "join"]
+    waiting = processes[2]
+    replacements.update(processes, [False, True, False], "1-b")  # rank 2 has not joined yet
+    assert started[1:] == [(0, "1-b"), (2, "1-b")]
+    assert waiting.events == ["kill", "join"]
+    assert before[1].events == []
+    replacements.update(processes, [True] * 3, None)
+    for attempt in range(healing.MAX_ATTEMPTS + 2):
+        replacements.update(processes, [True, True, False], f"0-{attempt}")
+    assert len(started) == 3 + healing.MAX_ATTEMPTS
+    replacements.update(processes, [True] * 3, None)
+    replacements.update(processes, [True, True, False], "0-later")
+    assert started[-1] == (2, "0-later")
+
+
+def test_collectives_of_a_replacement_raise_once_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it starts, SGLang reduces sizes over all ranks."""
+    monkeypatch.setattr(healing.LoneProcessGroup, "is_sealed", False)
+    group, x = healing._create_process_group(2, 4), torch.ones(1)
+    assert group.allreduce([x]).wait()
+    with pytest.raises(OutOfOrder, match="SGLang called broadcast"):
+        group.broadcast([x])
+    healing.LoneProcessGroup.seal()
+    with pytest.raises(OutOfOrder, match="SGLang called all_reduce of torch"):
+        group.allreduce([x])
 
 
 def test_experts_without_a_replica_are_named(standin: Any) -> None:

@@ -4,13 +4,15 @@
 With that flag, SGLang does not end the server when a scheduler's process ends, and routes requests
 to living ranks only. This module does the rest: the survivors agree on the dead ranks, repeat the
 forward pass and use replicas on living ranks, and requests of a dead rank fail with an error
-message. SGLang is imported only inside functions that SGLang calls.
+message. `weft.plugins.sglang.healing` starts new processes for the dead ranks, which join here.
+SGLang is imported only inside functions that SGLang calls.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -24,12 +26,18 @@ from weft.errors import (
     PeerTimeout,
     RendezvousFailed,
     SetupError,
+    WeftError,
 )
 from weft.group import Group
+from weft.group.meeting import Meeting
+from weft.plugins.blocks import LOAD_TIMEOUT
 from weft.plugins.engine_api import ExpectedAPI
+from weft.plugins.sglang import healing
 from weft.plugins.sglang.hooks import NAME, SRT, Hook
+from weft.plugins.sglang.weights import check_weights_equal, describe_weights
 
 RECOVERY_TIMEOUT = 60.0  # seconds within which all survivors must enter recovery
+JOIN_TIMEOUT = 60.0  # seconds of a step in which replacements, which have connected, join
 SEND_TIMEOUT = 1.0  # seconds that a message waits for a rank's process
 # Errors that a rank may get, in a layer or a control message, after another rank has died.
 PEER_ERRORS = (PeerDied, PeerLeft, PeerTimeout, RendezvousFailed)
@@ -60,7 +68,10 @@ def list_missing_flags(server_args: Any) -> Iterator[str]:
         "disaggregation_mode": ("null", "no --disaggregation-mode"),
         "speculative_algorithm": (None, "no --speculative-algorithm"),
         "max_ep_size": (None, "no --max-ep-size"),
-        "ep_join_mode": (None, "no --elastic-ep-join-mode"),
+        "ep_join_mode": (
+            "recover" if healing.is_replacement() else None,
+            "no --elastic-ep-join-mode",
+        ),
         "enable_elastic_expert_backup": (False, "no --enable-elastic-expert-backup"),
         "enable_prefill_delayer": (False, "no --enable-prefill-delayer"),
     }
@@ -145,26 +156,59 @@ class Survivors:
     ranks. When a rank dies, the others are therefore at most one step apart. Either a rank has
     completed the interrupted step and sends its result to the others, or all ranks repeat it.
 
-    `on_death` updates SGLang's state after a death; its argument is the set of all dead ranks.
+    After a death the survivors open a meeting, at which replacements wait. Its hub finds them
+    between two passes and tells the others in an exchange; the next exchange begins with the join.
+
+    Args:
+        group: The group.
+        on_change: Updates SGLang's state after ranks have died or joined, given all dead ranks.
+        describe_weights: Returns digests of this rank's weights, which all ranks compare.
+        can_heal: Whether dead ranks are replaced.
+        join_address: In a replacement, the address of the survivors' meeting.
     """
 
-    def __init__(self, group: Group, on_death: Callable[[set[int]], None]) -> None:
-        self.group, self._on_death = group, on_death
+    def __init__(
+        self,
+        group: Group,
+        on_change: Callable[[set[int]], None],
+        describe_weights: Callable[[], dict[str, Any]],
+        *,
+        can_heal: bool = False,
+        join_address: str = "",
+    ) -> None:
+        self.group, self._on_change = group, on_change
+        self._describe_weights, self._can_heal = describe_weights, can_heal
+        self._join_address = join_address
         self.dead: set[int] = set()
+        self._meeting: Meeting | None = None  # at which replacements wait
+        self._must_admit = False  # whether all of them wait
         self._num_steps = 0  # number of steps that this rank has completed
         self._last_values: list[Any] = []  # result of the latest completed step
 
+    @property
+    def address(self) -> str | None:
+        """Address of the meeting for replacements, or None."""
+        return None if self._meeting is None else self._meeting.address
+
     def exchange(self, value: Any) -> list[Any]:
         """Return a list of every rank's `value` (JSON), with None for dead ranks."""
+        if self._join_address:
+            self._join()
+        elif self._must_admit:
+            self._admit()
         while True:
             try:
-                values = self.group.all_gather(value)
+                replies = self.group.all_gather([value, self._find_replacements()])
             except PEER_ERRORS as error:
-                values_of_peer = self._recover(error)
-                if values_of_peer is None:
+                replies_of_peer = self._recover(error)
+                if replies_of_peer is None:
                     continue
-                values = values_of_peer
-            return self._complete_step(values)
+                replies = replies_of_peer
+            self._complete_step(replies)
+            addresses = [reply[1] for reply in replies if reply is not None]
+            # A peer may have completed the step before a recovery, which opened another meeting.
+            self._must_admit = self.address is not None and self.address in addresses
+            return [None if reply is None else reply[0] for reply in replies]
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run the forward pass `step`; return its result once all living ranks have completed it.
@@ -181,31 +225,34 @@ class Survivors:
             self._complete_step([])
             return result
 
-    def _complete_step(self, values: list[Any]) -> list[Any]:
+    def _complete_step(self, values: list[Any]) -> None:
         self._num_steps, self._last_values = self._num_steps + 1, values
-        return values
 
-    def _recover(self, error: Exception) -> list[Any] | None:
+    def _recover(self, error: Exception, *, in_join: bool = False) -> list[Any] | None:
         """Recover the group without the dead ranks.
 
         Returns the result of the failed step if another rank has completed it, otherwise None.
         """
         while True:
-            recovery = self.group.recover(timeout=RECOVERY_TIMEOUT)
+            # Replacements that failed to join end, and are killed if they hang.
+            recovery = self.group.recover(suspects=sorted(self.dead), timeout=RECOVERY_TIMEOUT)
             newly_dead = set(recovery.dead) - self.dead
-            if not newly_dead:
+            if not newly_dead and not in_join:
                 raise error
             self.dead |= newly_dead
-            self._on_death(self.dead)
-            _log.warning(
-                "rank %d of %d: rank %s has died; %d ranks continue after %.0f ms",
-                self.group.rank,
-                self.group.size,
-                _format_ranks(newly_dead),
-                len(recovery.living),
-                1000 * recovery.seconds,
-            )
+            self._on_change(self.dead)
+            if newly_dead:
+                _log.warning(
+                    "rank %d of %d: rank %s has died; %d ranks continue after %.0f ms",
+                    self.group.rank,
+                    self.group.size,
+                    _format_ranks(newly_dead),
+                    len(recovery.living),
+                    1000 * recovery.seconds,
+                )
             try:
+                if self._can_heal:
+                    self._meeting = self.group.open_meeting()
                 states = self.group.all_gather([self._num_steps, self._last_values])
             except PEER_ERRORS as next_error:
                 error = next_error
@@ -215,28 +262,95 @@ class Survivors:
             )
             return list(values) if num_steps > self._num_steps else None
 
+    def _find_replacements(self) -> str | None:
+        """Return the address of the meeting if this rank is its hub and all replacements wait."""
+        if self._meeting is None or self.group.asleep:
+            return None
+        if not self.dead <= self._meeting.find_waiting_ranks():
+            return None
+        return self._meeting.address
+
+    def _admit(self) -> None:
+        """Let the replacements of all dead ranks join, or continue without them."""
+        began, joining, meeting = time.monotonic(), self.dead, self._meeting
+        self._must_admit = False
+        assert meeting is not None
+        try:
+            self.group.replace(meeting, timeout=JOIN_TIMEOUT)
+            self._complete_join()
+        except WeftError as error:
+            _log.error("rank %s could not join: %s", _format_ranks(joining), error)
+            self._recover(error, in_join=True)
+            return
+        _log.warning(
+            "rank %d of %d: rank %s has been replaced; serving paused for %.0f ms",
+            self.group.rank,
+            self.group.size,
+            _format_ranks(joining),
+            1000 * (time.monotonic() - began),
+        )
+
+    def _join(self) -> None:
+        """Join the survivors, in a replacement."""
+        address, self._join_address = self._join_address, ""
+        with healing.end_on_error("joining"):
+            self.group.join(address, timeout=LOAD_TIMEOUT)
+            self._complete_join()
+        healing.LoneProcessGroup.seal()
+
+    def _complete_join(self) -> None:
+        """Compare the weights of all ranks, and use all ranks from now on. Collective.
+
+        Raises:
+            SetupError: If the weights of a rank differ. Every rank raises it.
+        """
+        states = self.group.all_gather([self._num_steps, self._describe_weights()])
+        check_weights_equal([state[1] for state in states])
+        self._num_steps = max(state[0] for state in states)
+        self.dead, self._meeting = set(), None
+        self._on_change(self.dead)
+
 
 _survivors: Survivors | None = None
-_has_unreported_deaths = False  # whether dead ranks must be reported to the tokenizer
+_has_unreported_change = False  # whether the tokenizer must be told which ranks are active
 
 
-def enable_recovery(group: Group, runner: Any) -> None:
-    """Enable recovery: from now on, the ranks of `group` continue if one of them dies."""
+def create_group(process_group: Any, device: torch.device) -> Group:
+    """Create the group of SGLang's `process_group`, or the one of a replacement. Collective."""
+    if not healing.is_replacement():
+        return Group.from_torch(process_group, device=device, timeout=LOAD_TIMEOUT)
+    return Group.for_replacement(
+        rank=process_group.rank(), size=process_group.size(), device=device, timeout=LOAD_TIMEOUT
+    )
+
+
+def enable_recovery(group: Group, runner: Any, layers: Iterable[Any], server_args: Any) -> None:
+    """Enable recovery: from now on, the ranks of `group` continue if one of them dies.
+
+    Dead ranks are replaced, unless the server moves experts or loads adapters, which a replacement
+    would not have.
+
+    Args:
+        group: The group of all ranks.
+        runner: SGLang's ModelRunner, with the model.
+        layers: FusedMoE layers of the model.
+        server_args: The resolved flags.
+    """
     global _survivors
 
-    def on_death(dead: set[int]) -> None:
-        global _has_unreported_deaths
+    def on_change(dead: set[int]) -> None:
+        global _has_unreported_change
         from sglang.srt.elastic_ep.elastic_ep import ElasticEPStateManager
-        from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
-        reroute_experts(get_global_expert_location_metadata(), dead, group.rank)
-        if runner.eplb_manager is not None:  # it sums its counts over all ranks
+        reroute_experts(locations, dead, group.rank)
+        if dead and runner.eplb_manager is not None:  # it sums its counts over all ranks
             runner.eplb_manager.disable_rebalance(f"rank {_format_ranks(dead)} has died")
         state = ElasticEPStateManager.instance()
+        state.active_ranks.fill_(1)
         state.active_ranks[sorted(dead)] = 0
         state.snapshot_active_to_last()  # SGLang must not rebalance by itself
         state.sync_active_to_cpu()
-        _has_unreported_deaths = True
+        _has_unreported_change = True
 
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
@@ -257,13 +371,19 @@ def enable_recovery(group: Group, runner: Any) -> None:
                 unavailable[0][1],
                 unavailable[0][0],
             )
-    _survivors = Survivors(group, on_death)
+    _survivors = Survivors(
+        group,
+        on_change,
+        lambda: describe_weights(runner.model, layers, locations, group.rank),
+        can_heal=not (server_args.enable_eplb or server_args.enable_lora),
+        join_address=healing.get_join_address(),
+    )
 
 
 def disable_recovery() -> None:
     """Disable recovery. Local and idempotent."""
-    global _survivors, _has_unreported_deaths
-    _survivors, _has_unreported_deaths = None, False
+    global _survivors, _has_unreported_change
+    _survivors, _has_unreported_change = None, False
 
 
 def is_enabled() -> bool:
@@ -311,15 +431,22 @@ def exchange_batch_sizes(
             rows[rank] = torch.tensor(row, dtype=rows.dtype)
 
 
-def report_dead_ranks(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Report dead ranks to the tokenizer; runs after Scheduler.get_next_batch_to_run.
+def report_active_ranks(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Report a change of the active ranks; runs after Scheduler.get_next_batch_to_run.
 
-    SGLang itself reports only after a batch, and an idle server runs none.
+    SGLang itself reports only after a batch, and an idle server runs none. The report reaches the
+    tokenizer and the controller, which starts replacements. Its id is the address of the meeting.
     """
-    global _has_unreported_deaths
-    if _has_unreported_deaths:
-        scheduler._maybe_report_active_ranks()
-        _has_unreported_deaths = False
+    global _has_unreported_change
+    if not _has_unreported_change or _survivors is None:
+        return
+    from sglang.srt.elastic_ep.elastic_ep import ElasticEPStateManager
+    from sglang.srt.managers.io_struct import ActiveRanksOutput
+
+    active = ElasticEPStateManager.instance().active_ranks_cpu.bool().tolist()
+    report = ActiveRanksOutput(status=active, rid=_survivors.address)
+    scheduler.ipc_channels.send_to_tokenizer.send_output(report)
+    _has_unreported_change = False
 
 
 # The tokenizer's process.
@@ -417,6 +544,7 @@ def _format_ranks(ranks: set[int]) -> str:
 
 _MANAGERS = SRT + "managers."
 HOOKS = (
+    *healing.HOOKS,
     Hook(
         _MANAGERS + "scheduler_components.dp_attn.exchange_sync_rows",
         {"0.5.23": "global_flat, local_row, group"},
@@ -425,7 +553,7 @@ HOOKS = (
     Hook(
         _MANAGERS + "scheduler.Scheduler.get_next_batch_to_run",
         {"0.5.23": "self, running_batch, last_batch"},
-        function=report_dead_ranks,
+        function=report_active_ranks,
         kind="AFTER",
     ),
     Hook(
@@ -443,6 +571,7 @@ HOOKS = (
 _STATE = SRT + "elastic_ep.elastic_ep.ElasticEPState."
 _LOCATIONS = SRT + "eplb.expert_location."
 EXPECTED_API = (
+    *healing.EXPECTED_API,
     ExpectedAPI(SRT + "elastic_ep.elastic_ep.ElasticEPStateManager.instance", {"0.5.23": "cls"}),
     ExpectedAPI(
         _STATE + "snapshot_active_to_last", {"0.5.23": "self"}, "active_ranks last_active_ranks"
@@ -459,7 +588,11 @@ EXPECTED_API = (
     ExpectedAPI(
         SRT + "eplb.eplb_manager.EPLBManager.disable_rebalance", {"0.5.23": "self, reason"}
     ),
-    ExpectedAPI(_MANAGERS + "scheduler.Scheduler._maybe_report_active_ranks", {"0.5.23": "self"}),
+    ExpectedAPI(
+        _MANAGERS + "scheduler.Scheduler._maybe_report_active_ranks",
+        {"0.5.23": "self"},
+        "ipc_channels send_to_tokenizer send_output",
+    ),
     ExpectedAPI(
         _MANAGERS + "tokenizer_manager.TokenizerManager._handle_abort_req",
         {"0.5.23": "self, recv_obj"},
@@ -471,7 +604,7 @@ EXPECTED_API = (
         {"0.5.23": "self, worker_count"},
     ),
     ExpectedAPI(_MANAGERS + "io_struct.AbortReq", {"0.5.23": None}, "finished_reason"),
-    ExpectedAPI(_MANAGERS + "io_struct.ActiveRanksOutput", {"0.5.23": None}, "status"),
+    ExpectedAPI(_MANAGERS + "io_struct.ActiveRanksOutput", {"0.5.23": None}, "status rid"),
     ExpectedAPI(
         _MANAGERS + "io_struct.TokenizedGenerateReqInput", {"0.5.23": None}, "routed_dp_rank"
     ),

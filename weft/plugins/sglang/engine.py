@@ -15,7 +15,7 @@ import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
-from weft.plugins.blocks import LOAD_TIMEOUT, Blocks
+from weft.plugins.blocks import Blocks
 from weft.plugins.engine_api import ExpectedAPI
 from weft.plugins.faults import Watch
 from weft.plugins.settings import Settings
@@ -76,9 +76,7 @@ def after_load_model(result: Any, runner: Any) -> None:
             )
     with torch.inference_mode(False):  # inference tensors are read-only elsewhere
         if _blocks is None:
-            group = Group.from_torch(
-                _get_process_group(), device=get_model_device(runner), timeout=LOAD_TIMEOUT
-            )
+            group = elastic.create_group(_get_process_group(), get_model_device(runner))
             if server_args.elastic_ep_backend is not None:
                 group.require_one_machine(
                     "--elastic-ep-backend weft", fix="leave it out, or start without --nnodes"
@@ -94,7 +92,7 @@ def after_load_model(result: Any, runner: Any) -> None:
                     grace_seconds=2 * elastic.RECOVERY_TIMEOUT,
                     can_recover=True,
                 )
-                elastic.enable_recovery(group, runner)
+                elastic.enable_recovery(group, runner, [each for each, _ in layers], server_args)
         for layer, block in layers:
             if settings.form == "dispatcher":
                 layer.dispatcher.all_to_all = _blocks.get_exchange(build_layer(layer))

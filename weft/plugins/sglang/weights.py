@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Description and checks of SGLang's FusedMoE layers."""
+"""Description and checks of SGLang's weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from weft.errors import InvalidArgument
+from weft.errors import InvalidArgument, SetupError
 from weft.gemm.config import MXFP4
 from weft.moe import Gating
 from weft.plugins.weights import Layer, check_weights
@@ -132,3 +133,54 @@ def _check_arithmetic(fused: Any) -> Iterator[str]:
     if runner is None or not runner.is_triton():
         actual = "unknown" if runner is None else repr(runner.value)
         yield f"the runner is {actual}, whose weight layout may differ: pass " + TRITON
+
+
+def describe_weights(
+    model: Any, layers: Iterable[Any], locations: Any, rank: int
+) -> dict[str, Any]:
+    """Return digests of a rank's weights by name; those of an expert by layer and logical id.
+
+    Args:
+        model: SGLang's model.
+        layers: Its FusedMoE layers.
+        locations: SGLang's ExpertLocationMetadata.
+        rank: This rank.
+    """
+    placement = locations.physical_to_logical_map_cpu.tolist()
+    digests: dict[str, Any] = {
+        "the placement of experts": hashlib.sha256(repr(placement).encode()).hexdigest()
+    }
+    num_local, of_experts = locations.num_local_physical_experts, set()
+    for layer in layers:
+        logical_ids = placement[layer.layer_id][rank * num_local :][:num_local]
+        for name, tensor in layer.named_parameters():
+            if tensor.dim() == 0 or len(tensor) != num_local:
+                continue
+            of_experts.add(id(tensor))
+            for expert, digest in zip(logical_ids, _compute_digests(tensor), strict=True):
+                digests[f"{name} of expert {expert} of layer {layer.layer_id}"] = digest
+    for name, tensor in model.named_parameters():
+        if id(tensor) not in of_experts:
+            digests[name] = sum(_compute_digests(tensor))
+    return digests
+
+
+def _compute_digests(tensor: torch.Tensor) -> list[int]:
+    """Return the sum of the bytes of each row of `tensor`."""
+    rows = tensor.detach().reshape(max(1, len(tensor) if tensor.dim() else 1), -1).contiguous()
+    sums: list[int] = rows.view(torch.uint8).sum(1, dtype=torch.int64).tolist()
+    return sums
+
+
+def check_weights_equal(digests_by_rank: list[dict[str, Any]]) -> None:
+    """Raise SetupError unless all ranks have equal digests for equal names."""
+    first: dict[str, tuple[int, Any]] = {}
+    for rank, digests in enumerate(digests_by_rank):
+        for name, digest in digests.items():
+            first_rank, expected = first.setdefault(name, (rank, digest))
+            if digest != expected:
+                raise SetupError(
+                    f"{name} differs between rank {first_rank} and rank {rank} ({expected} and "
+                    f"{digest}): a replacement loads the checkpoint, so the weights were updated, "
+                    "or the checkpoint has changed. Restart the server"
+                )
