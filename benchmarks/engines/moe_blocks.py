@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random MoE blocks of transformers, their weights in an engine's layers, and the comparison.
 
-An engine's blocks.py builds its own blocks, loads these weights through the engine's loaders, and
-lets weft run them on CPU ranks.
+An engine's blocks.py builds its own blocks and loads these weights through the engine's loaders.
+weft runs them, on CPU ranks or one GPU; on a GPU the engine's own kernels run them, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import gc
 import json
+import math
 import os
-from collections.abc import Callable, Iterable
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from job import OUT, describe_machine
+from job import OUT, describe_machine, gpu_names
 from torch import nn
 
 from weft.fp8 import quantize
@@ -23,19 +29,46 @@ from weft.gemm import quantize_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
 from weft.launcher.launch import launch
 
-HIDDEN, INTERMEDIATE, VOCABULARY = 256, 128, 64
-LATENT = 128  # columns of Kimi-K3's experts
+VOCABULARY = 64
 SCALE, LIMIT = 1.5, 2.0
 BETA, LINEAR_BETA = 4.0, 25.0
 TOLERANCE = 0.05
+GAIN = 3.2  # of a matrix: the standard deviation of its products with normalized rows
 Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of tokens and their ids
 Block = tuple[Any, Formula]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a block. `latent` is the number of columns of Kimi-K3's experts."""
+
+    hidden: int = 256
+    intermediate: int = 128
+    experts: int = 16
+    top_k: int = 4
+    latent: int = 128
+
+
+# Published sizes, with as many experts as fit on one GPU beside a float32 copy of their weights.
+PUBLISHED = {
+    "deepseek_v4": Shape(4096, 2048, 256, 6),  # DeepSeek-V4-Flash
+    "deepseek_v41": Shape(4096, 2048, 256, 6),
+    "minimax_m3": Shape(6144, 3072, 64, 4),
+    "kimi_k3": Shape(7168, 3072, 192, 16, 3584),
+    "glm4_moe": Shape(4096, 1408, 128, 8),  # GLM-4.5-Air
+    "glm4_moe_lite": Shape(2048, 1536, 64, 4),
+    "mimo_v2": Shape(4096, 2048, 64, 8),
+    "qwen3_moe": Shape(2048, 768, 128, 8),  # Qwen3-30B-A3B
+}
+
+
 def draw(module: nn.Module) -> None:
-    """Draw random parameters with values of bfloat16."""
+    """Draw random parameters with values of bfloat16, the same for every engine and variant."""
+    torch.manual_seed(0)
     for parameter in module.parameters():
-        parameter.data = (torch.randn(parameter.shape) * 0.2).bfloat16().float()
+        for part in parameter.data if parameter.dim() == 3 else (parameter.data,):
+            part.normal_(0, GAIN * part.shape[-1] ** -0.5)
+            part.copy_(part.bfloat16())
 
 
 def load_experts(layer: Any, gate_up: torch.Tensor, down: torch.Tensor, kind: str) -> None:
@@ -49,25 +82,26 @@ def load_experts(layer: Any, gate_up: torch.Tensor, down: torch.Tensor, kind: st
     """
     scale_name = "_weight_scale" + "_inv" * hasattr(layer, "w13_weight_scale_inv")
     for weights, shards in ((gate_up, ("w1", "w3")), (down, ("w2",))):
-        tensors = {"_weight": weights.bfloat16()}
-        if kind == "mxfp4":
-            values, scales = quantize_mxfp4(weights)
-            weights.copy_(dequantize_mxfp4(values, scales))
-            tensors = {"_weight": values, scale_name: scales}
-        elif kind == "mxfp8":
-            values, scales = quantize(weights, "mxfp8")
-            blocks = values.float().unflatten(2, (-1, 32)) * scales.float()[..., None]
-            weights.copy_(blocks.flatten(2))
-            tensors = {"_weight": values, scale_name: scales.view(torch.uint8)}
-        for suffix, tensor in tensors.items():
-            name = ("w2" if shards == ("w2",) else "w13") + suffix
-            parameter = getattr(layer, name)
-            if parameter.dtype == torch.int8:
-                tensor = tensor.view(torch.int8)
-            elif parameter.dtype == torch.float32:
-                tensor = tensor.view(torch.float8_e8m0fnu)
-            for expert in range(len(weights)):
-                for shard, part in zip(shards, tensor[expert].chunk(len(shards)), strict=True):
+        prefix = "w2" if shards == ("w2",) else "w13"
+        for expert, matrix in enumerate(weights):  # one at a time, because copies are large
+            tensors = {"_weight": matrix.bfloat16()}
+            if kind == "mxfp4":
+                values, scales = (each[0] for each in quantize_mxfp4(matrix[None]))
+                matrix.copy_(dequantize_mxfp4(values, scales))
+                tensors = {"_weight": values, scale_name: scales}
+            elif kind == "mxfp8":
+                values, scales = quantize(matrix, "mxfp8")
+                blocks = values.float().unflatten(1, (-1, 32)) * scales.float()[..., None]
+                matrix.copy_(blocks.flatten(1))
+                tensors = {"_weight": values, scale_name: scales.view(torch.uint8)}
+            for suffix, tensor in tensors.items():
+                name = prefix + suffix
+                parameter = getattr(layer, name)
+                if parameter.dtype == torch.int8:
+                    tensor = tensor.view(torch.int8)
+                elif parameter.dtype in (torch.float32, torch.float8_e8m0fnu):
+                    tensor = tensor.view(torch.float8_e8m0fnu)
+                for shard, part in zip(shards, tensor.chunk(len(shards)), strict=True):
                     parameter.weight_loader(parameter, part.contiguous(), name, shard, expert)
 
 
@@ -89,35 +123,35 @@ def load_block(block: Any, theirs: Any, layer: Any, kind: str, bias: Any) -> For
         theirs: transformers' block.
         layer: The engine's layer of routed experts.
         kind: The experts' format.
-        bias: The engine's correction of the scores, or None for experts by token id.
+        bias: The engine's correction of the scores, or None for a block without one.
     """
     draw(theirs)
     block.gate.weight.data.copy_(theirs.gate.weight)
-    by_token = bias is None
+    by_token = hasattr(theirs.gate, "tid2eid")
     if by_token:
         table = theirs.gate.tid2eid
         experts = len(theirs.gate.weight)
         rows = [torch.randperm(experts)[: table.shape[1]] for _ in range(len(table))]
         table.copy_(torch.stack(rows))
-    else:
+    elif bias is not None:
         theirs.gate.e_score_correction_bias.normal_(0, 0.1)
         bias.data.copy_(theirs.gate.e_score_correction_bias)
     if hasattr(theirs, "shared_experts"):
         load_mlp(block.shared_experts, theirs.shared_experts)
     load_experts(layer, theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data, kind)
-    return lambda x, ids: theirs(x[None], *((ids[None],) if by_token else ()))[0]
+    return lambda x, ids: theirs(x[None], *((ids[None],) if by_token else ())).view(x.shape)
 
 
-def deepseek_v4(layer: int, experts: int, top_k: int) -> tuple[Any, Any]:
+def deepseek_v4(layer: int, shape: Shape) -> tuple[Any, Any]:
     """Return a config and a block. Layers 0 to 2 choose experts by token id, others by logits."""
     from transformers import DeepseekV4Config
     from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
     config = DeepseekV4Config(
-        hidden_size=HIDDEN,
-        moe_intermediate_size=INTERMEDIATE,
-        n_routed_experts=experts,
-        num_experts_per_tok=top_k,
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.intermediate,
+        n_routed_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
         num_hidden_layers=5,
         vocab_size=VOCABULARY,
         routed_scaling_factor=SCALE,
@@ -128,17 +162,17 @@ def deepseek_v4(layer: int, experts: int, top_k: int) -> tuple[Any, Any]:
     return config, theirs
 
 
-def minimax_m3(experts: int, top_k: int) -> tuple[Any, Any]:
+def minimax_m3(shape: Shape) -> tuple[Any, Any]:
     """Return a config and a block."""
     from transformers import MiniMaxM3VLTextConfig
     from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl
 
     config = MiniMaxM3VLTextConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        shared_intermediate_size=INTERMEDIATE,
-        num_local_experts=experts,
-        num_experts_per_tok=top_k,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        shared_intermediate_size=shape.intermediate,
+        num_local_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
         swiglu_limit=LIMIT,
         routed_scaling_factor=SCALE,
     )
@@ -148,13 +182,47 @@ def minimax_m3(experts: int, top_k: int) -> tuple[Any, Any]:
     return config, theirs
 
 
+def qwen3_moe(shape: Shape) -> tuple[Any, Any]:
+    """Return a config and a block."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.intermediate,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+    )
+    return config, Qwen3MoeSparseMoeBlock(config).float()
+
+
+def glm4_moe(shape: Shape) -> tuple[Any, Any]:
+    """Return a config and a block."""
+    from transformers import Glm4MoeConfig
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
+
+    config = Glm4MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.intermediate,
+        n_routed_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        n_shared_experts=1,
+        routed_scaling_factor=SCALE,
+        norm_topk_prob=True,
+        n_group=1,
+        topk_group=1,
+    )
+    return config, Glm4MoeMoE(config).float()
+
+
 def set_fields(config: Any, **fields: Any) -> None:
     """Set fields of published configs that engines read and transformers' configs lack."""
     for name, value in fields.items():
         setattr(config, name, value)
 
 
-def kimi_k3(block: Any, layer: Any, top_k: int, restore: Callable[..., Any]) -> Formula:
+def kimi_k3(block: Any, layer: Any, shape: Shape, restore: Callable[..., Any]) -> Formula:
     """Load random MXFP4 experts into a block of Kimi-K3, and return the published formula.
 
     transformers has no such block, so projections and the shared expert are the engine's.
@@ -162,65 +230,327 @@ def kimi_k3(block: Any, layer: Any, top_k: int, restore: Callable[..., Any]) -> 
     Args:
         block: The engine's block, with random weights of all other parts.
         layer: The engine's layer of routed experts.
-        top_k: Experts of a token.
+        shape: The block's sizes.
         restore: Norm and projection of the experts' bfloat16 sums.
     """
     weight = block.gate.weight.data.clone()
     experts, bias = len(weight), block.gate.e_score_correction_bias
-    gate_up = torch.randn(experts, 2 * INTERMEDIATE, LATENT, dtype=torch.float32)
-    down = torch.randn(experts, LATENT, INTERMEDIATE, dtype=torch.float32) * 0.2
+    latent, inner = shape.latent, shape.intermediate
+    gate_up = torch.empty(experts, 2 * inner, latent, dtype=torch.float32)
+    down = torch.empty(experts, latent, inner, dtype=torch.float32)
+    for tensor in (gate_up, down):
+        for matrix in tensor:
+            matrix.normal_(0, GAIN * matrix.shape[-1] ** -0.5)
     load_experts(layer, gate_up, down, "mxfp4")
 
     def run_expert(expert: int, x: torch.Tensor) -> torch.Tensor:
-        gate, up = (gate_up[expert] @ x).chunk(2)
+        gate, up = (x @ gate_up[expert].T).chunk(2, -1)
         gate = BETA * torch.tanh(gate / BETA) * torch.sigmoid(gate)
-        return down[expert] @ (gate * LINEAR_BETA * torch.tanh(up / LINEAR_BETA))
+        return (gate * LINEAR_BETA * torch.tanh(up / LINEAR_BETA)) @ down[expert].T
 
     def run(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         x = x.bfloat16()
         scores = torch.sigmoid(nn.functional.linear(x, weight).float())
-        chosen = (scores + bias).topk(top_k).indices
+        chosen = (scores + bias).topk(shape.top_k).indices
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(1, keepdim=True) * SCALE
         narrow = block.routed_expert_down_proj(x)[0].float()
         sums = torch.zeros_like(narrow)
-        for row, pairs in enumerate(zip(chosen.tolist(), weights.tolist(), strict=True)):
-            for expert, factor in zip(*pairs, strict=True):
-                sums[row] += factor * run_expert(expert, narrow[row])
+        for expert in chosen.unique().tolist():
+            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            factors = weights[rows, places, None]
+            sums[rows] += factors * run_expert(expert, narrow[rows])
         return (restore(sums.bfloat16()) + block.shared_experts(x)).float()
 
     return run
 
 
-def compare_block(run: Callable[..., torch.Tensor], formula: Formula, count: int) -> float:
+def fill_matrices(parameters: Iterable[nn.Parameter]) -> None:
+    """Draw matrices in place."""
+    for parameter in parameters:
+        parameter.data.normal_(0, GAIN * parameter.shape[-1] ** -0.5)
+
+
+def draw_tokens(count: int, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random bfloat16 tokens `[count, hidden]` and their ids `[count]`."""
+    return torch.randn(count, shape.hidden).bfloat16(), torch.randint(VOCABULARY, (count,))
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the difference, relative to the expected norm."""
+    return float((out.float() - expected).norm() / expected.norm())
+
+
+def compare_block(
+    run: Callable[..., torch.Tensor], formula: Formula, count: int, shape: Shape
+) -> float:
     """Return the relative error of a block on `count` random tokens, or 0 without any."""
-    x, ids = torch.randn(count, HIDDEN).bfloat16(), torch.randint(VOCABULARY, (count,))
+    x, ids = draw_tokens(count, shape)
     with torch.no_grad():
+        out = run(x.clone(), ids)
+        return relative_error(out, formula(x.float(), ids)) if count else 0.0
+
+
+def record(what: str, device: str, text: str, **line: Any) -> None:
+    """Append a line to results.jsonl, and print `text`."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    machine = describe_machine(gpu_names()[:1] if device == "cuda" else [])
+    with open(OUT / "results.jsonl", "a") as file:
+        file.write(json.dumps({"bench": what, **line, "date": date, "machine": machine}) + "\n")
+    print(text, flush=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """What a GPU rank compares.
+
+    Attributes:
+        names: Blocks.
+        variants: Ways to run each block; "weft" is one of them.
+        tokens: Batch sizes.
+        calls: Calls of the block in a CUDA graph, or 0 to measure no time.
+        end: When to start nothing more, in seconds of `time.monotonic`.
+    """
+
+    what: str
+    names: tuple[str, ...]
+    variants: tuple[str, ...]
+    tokens: tuple[int, ...]
+    calls: int
+    end: float
+
+
+Build = Callable[[str, str, Shape], tuple[Callable[..., torch.Tensor], Formula]]
+
+
+def on_gpu(task: Task, build: Build, close: Callable[[], None]) -> bool:
+    """Compare blocks on one GPU: outputs with the formula, and times with each other.
+
+    A variant that raises is recorded with its error, and the others continue.
+
+    Args:
+        task: What to compare.
+        build: Returns a block's forward function and its formula, for a name, a variant and a
+            shape.
+        close: Frees weft's layers of a block.
+
+    Returns:
+        Whether every variant ran and no relative error is above the tolerance.
+    """
+    right = True
+    for name in task.names:
+        shape, runs = PUBLISHED[name.partition(",")[0]], {}
+        first: dict[int, torch.Tensor] = {}
+        for variant in task.variants:
+            if time.monotonic() > task.end:
+                print(f"{name}, {variant}: not started, the time is up", flush=True)
+                right = False
+                continue
+            try:
+                with torch.no_grad():
+                    run, formula = build(name, variant, shape)
+                    right &= _check_outputs(task, name, variant, shape, run, formula, first)
+                runs[variant] = run
+            except Exception as error:
+                right = False
+                text = f"{type(error).__name__}: {error}"
+                place = "".join(traceback.format_exception(error)[-3:])
+                record(
+                    task.what,
+                    "cuda",
+                    f"{name}, {variant}: FAILED {text}\n{place}",
+                    block=name,
+                    variant=variant,
+                    error=text[:2000],
+                )
+            run = formula = None  # type: ignore[assignment]
+            gc.collect()
+            torch.cuda.empty_cache()
+        if task.calls:
+            for count in task.tokens:
+                with torch.no_grad():
+                    _compare_times(task, name, shape, runs, count)
+        runs.clear()
+        first.clear()
+        close()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return right
+
+
+def _check_outputs(
+    task: Task,
+    name: str,
+    variant: str,
+    shape: Shape,
+    run: Callable[..., torch.Tensor],
+    formula: Formula,
+    first: dict[int, torch.Tensor],
+) -> bool:
+    """Record the errors of a variant; `first` gets the outputs of the first one that ran."""
+    right = True
+    for count in task.tokens:
+        torch.manual_seed(1 + count)
+        x, ids = draw_tokens(count, shape)
         out = run(x.clone(), ids).float()
-        expected = formula(x.float(), ids) if count else out
-    return float((out - expected).norm() / expected.norm()) if count else 0.0
+        expected = formula(x.float(), ids)
+        rows = (out - expected).norm(dim=1) / expected.norm(dim=1)
+        error, differs = relative_error(out, expected), relative_error(out, first.get(count, out))
+        first.setdefault(count, out.cpu() if count > 1024 else out)
+        right &= error <= TOLERANCE  # False also for NaN
+        record(
+            task.what,
+            "cuda",
+            f"{name}, {variant}, {count} tokens: relative error {error:.4f}, of the median row "
+            f"{float(rows.median()):.4f}, from the first variant {differs:.4f}",
+            block=name,
+            variant=variant,
+            shape=dataclasses.asdict(shape),
+            tokens=count,
+            relative_error=error,
+            median_row_error=float(rows.median()),
+            difference_from_first=differs,
+        )
+    return right
 
 
-def main(about: str, names: Iterable[str], compare: Callable[..., Any], **environment: str) -> int:
-    """Compare blocks for each number of ranks: `compare(group, names)` returns each one's error.
+def _compare_times(
+    task: Task,
+    name: str,
+    shape: Shape,
+    runs: Mapping[str, Callable[..., torch.Tensor]],
+    count: int,
+    rounds: int = 15,
+) -> None:
+    """Record the median time of a call of each variant, measured alternately in CUDA graphs.
 
-    Returns the exit status: 1 if an error is above the tolerance.
+    Blocks may write their result into their input, so each call copies it first. "copy" is the time
+    of that copy, which every variant's time contains.
+    """
+    torch.manual_seed(2 + count)
+    calls = task.calls if count <= 1024 else max(1, task.calls // 4)
+    batches = [draw_tokens(count, shape) for _ in range(calls)]
+    replays: dict[str, Callable[[], None]] = {}
+    for variant, run in {"copy": lambda x, ids: x, **runs}.items():
+        try:
+            replays[variant] = _capture(run, batches)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            record(
+                task.what,
+                "cuda",
+                f"{name}, {variant}, {count} tokens: no graph: {text}",
+                block=name,
+                variant=variant,
+                tokens=count,
+                error=text[:2000],
+            )
+    times: dict[str, list[float]] = {variant: [] for variant in replays}
+    for round_ in range(rounds + 2):
+        for variant, replay in replays.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            replay()
+            end.record()
+            end.synchronize()
+            if round_ >= 2:
+                times[variant].append(begin.elapsed_time(end) * 1000 / calls)
+    for variant, values in times.items():
+        median = statistics.median(values)
+        record(
+            task.what,
+            "cuda",
+            f"{name}, {variant}, {count} tokens: {median:.1f} us a call ({min(values):.1f} to "
+            f"{max(values):.1f})",
+            block=name,
+            variant=variant,
+            shape=dataclasses.asdict(shape),
+            tokens=count,
+            calls=calls,
+            microseconds=median,
+            fastest=min(values),
+            slowest=max(values),
+        )
+
+
+def _capture(
+    run: Callable[..., torch.Tensor], batches: list[tuple[torch.Tensor, torch.Tensor]]
+) -> Callable[[], None]:
+    """Return a function that replays a CUDA graph with a call for each batch."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for x, ids in batches[:2]:
+            run(x.clone(), ids)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for x, ids in batches:
+            run(x.clone(), ids)
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph.replay
+
+
+def main(
+    about: str,
+    names: Iterable[str],
+    compare: Callable[..., Any],
+    compare_on_gpu: Callable[..., bool],
+    variants: Mapping[str, str],
+    **environment: str,
+) -> int:
+    """Compare blocks, and return the exit status: 1 if an error is above the tolerance.
+
+    Args:
+        about: Description of the command.
+        names: Blocks.
+        compare: `compare(group, names)` returns each block's error on a CPU rank.
+        compare_on_gpu: `compare_on_gpu(group, task)` returns whether all are right on one GPU.
+        variants: Ways to run a block on a GPU, and what each is.
+        **environment: Variables of CPU ranks.
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("what")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
-    parser.add_argument("--names", nargs="*", default=[*names], choices=[*names])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4], help="of CPUs")
+    parser.add_argument("--names", nargs="*", help=f"(default: all) {'; '.join(names)}")
+    what = "; ".join(f"{name}: {text}" for name, text in variants.items())
+    parser.add_argument("--variants", nargs="*", default=["weft"], help=f"on a GPU: {what}")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[8, 64, 256, 4096])
+    parser.add_argument(
+        "--calls", type=int, help="in a CUDA graph; 0: no times (default: speed 20)"
+    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing later")
     args = parser.parse_args()
+    speed = args.what == "speed"
+    measured = [name for name in names if name.endswith("by logits")]
+    args.names = args.names or (measured if speed else [*names])
+    args.calls = 20 * speed if args.calls is None else args.calls
+    if unknown := set(args.names) - {*names}:
+        parser.error(f"no block {', '.join(unknown)}; there are {'; '.join(names)}")
+    if unknown := set(args.variants) - {*variants}:
+        parser.error(f"no variant {', '.join(unknown)}; there are {', '.join(variants)}")
+    if args.device == "cuda":
+        end = time.monotonic() + args.seconds
+        task = Task(
+            args.what,
+            tuple(args.names),
+            tuple(args.variants),
+            tuple(args.tokens),
+            args.calls,
+            end,
+        )
+        limit = min(args.seconds + 120, 3600.0)
+        return int(not all(launch(compare_on_gpu, task, ranks=1, device="cuda", timeout=limit)))
     os.environ |= environment | {"TORCHDYNAMO_DISABLE": "1"}
     worst = 0.0
     for ranks in args.ranks:
         results = launch(compare, args.names, ranks=ranks, timeout=600.0)
         for name in args.names:
             error = max(result[name] for result in results)
-            line = {"bench": args.what, "block": name, "ranks": ranks, "relative_error": error}
-            line |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-            with open(OUT / "results.jsonl", "a") as file:
-                file.write(json.dumps(line | {"machine": describe_machine([])}) + "\n")
-            print(f"{name}, {ranks} ranks: relative error {error:.3f}", flush=True)
+            text = f"{name}, {ranks} ranks: relative error {error:.3f}"
+            record(args.what, "cpu", text, block=name, ranks=ranks, relative_error=error)
             worst = max(worst, error)
     return int(worst > TOLERANCE)

@@ -1,42 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare MoE blocks that SGLang builds and weft runs with their published formulas, on CPU ranks.
+"""Compare MoE blocks that SGLang builds and weft runs with their published formulas.
 
-SGLang has no CPU attention for these models, so no server runs: each rank builds the blocks alone,
-loads random experts through SGLang's loaders, and passes its tokens to them. The exit status is 1
-if a block's relative error is above 5 %; rounding rows to FP8 takes 3 %.
+No server runs: each rank builds the blocks alone, loads random experts through SGLang's loaders,
+and passes its tokens to them. CPU ranks run small blocks, because SGLang has no CPU attention for
+these models. With --device cuda, one GPU runs blocks of the published size, also by SGLang's own
+kernels, and --calls measures them in CUDA graphs. The exit status is 1 if a block's relative error
+is above 5 %; rounding rows to FP8 takes 3 %.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import moe_blocks
 import torch
 from job import free_port
-from moe_blocks import BETA, HIDDEN, INTERMEDIATE, LATENT, LINEAR_BETA, SCALE, Block, set_fields
+from moe_blocks import BETA, LINEAR_BETA, SCALE, Block, Formula, Shape, Task, set_fields
 from torch import nn
 
 import weft
 from weft.cli.demo import CHECKPOINT
 
-EXPERTS, TOP_K = 16, 4
-SIGMOID: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "moe_intermediate_size": INTERMEDIATE,
-    "n_routed_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": SCALE,
-}
+SMALL = Shape()
 COUNTS = (5, 9, 0, 3)  # tokens of each rank
+DECODE, PREFILL = 256, 4096  # most tokens of a graph and of a prefill chunk, on a GPU
+VARIANTS = {
+    "weft": "weft's block",
+    "auto": "SGLang's choice for bfloat16 experts, Triton",
+    "marlin": "MXFP4 experts: W4A16",
+    "flashinfer_mxfp4": "MXFP4 experts: FlashInfer's CUTLASS, SGLang's choice for DeepSeek-V4",
+    "humming": "MXFP4 experts: Humming",
+    "fp8_triton": "MXFP4 experts as FP8: SGLANG_DSV4_FP4_DEQUANT=1",
+    "fp8_deep_gemm": "the same with DeepGEMM",
+}
 
 
-def set_up(group: weft.Group) -> Any:
+def set_up(group: weft.Group, device: str = "cpu") -> Any:
     """Start SGLang's process groups with weft's plug-in, as a server's scheduler does."""
     from sglang.srt import runtime_context
     from sglang.srt.plugins import load_plugins
@@ -49,22 +54,25 @@ def set_up(group: weft.Group) -> Any:
 
     rank, size = group.rank, group.size
     port = group.all_gather(free_port())[0]
+    sizes: dict[str, Any] = {"disable_cuda_graph": True, "attention_backend": "torch_native"}
+    if device == "cuda":
+        sizes = {"cuda_graph_max_bs_decode": DECODE, "chunked_prefill_size": PREFILL}
+        sizes |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
     flags = ServerArgs(
         model_path=str(CHECKPOINT),
-        device="cpu",
+        device=device,
         dtype="bfloat16",
         tp_size=size,
         attn_dp_size=size,
         moe_a2a_backend="weft",
         moe_runner_backend="triton",
-        attention_backend="torch_native",
-        disable_cuda_graph=True,
         skip_tokenizer_init=True,
+        **sizes,
     )
     ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=0)
     runtime_context.publish(flags, role="scheduler", ranks=ranks)
     init_distributed_environment(
-        backend="gloo",
+        backend="gloo" if device == "cpu" else "nccl",
         world_size=size,
         rank=rank,
         local_rank=0,
@@ -76,7 +84,8 @@ def set_up(group: weft.Group) -> Any:
     initialize_model_parallel()
     initialize_dp_attention(server_args=flags)
     initialize_moe_config()
-    replace_gpu_kernels()
+    if device == "cpu":
+        replace_gpu_kernels()
     return flags
 
 
@@ -98,20 +107,40 @@ def replace_gpu_kernels() -> None:
     fused_moe.swiglu_no_interleaved_with_alpha_and_limit = swiglu
 
 
-def deepseek_v4(layer: int) -> Block:
+def get_sigmoid_fields(shape: Shape) -> dict[str, Any]:
+    """Return the fields of a config with sigmoid scores and groups of experts."""
+    return {
+        "hidden_size": shape.hidden,
+        "moe_intermediate_size": shape.intermediate,
+        "n_routed_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": SCALE,
+    }
+
+
+def get_side_stream() -> Any:
+    """Return a stream for shared experts, which SGLang's own blocks overlap in CUDA graphs."""
+    return torch.cuda.Stream() if torch.get_default_device().type == "cuda" else None
+
+
+def deepseek_v4(layer: int, shape: Shape, variant: str = "weft") -> Block:
     """A block of DeepSeek-V4 with MXFP4 experts."""
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 
-    config, theirs = moe_blocks.deepseek_v4(layer, EXPERTS, TOP_K)
+    config, theirs = moe_blocks.deepseek_v4(layer, shape)
     set_fields(config, num_hash_layers=3, n_group=1, topk_group=1)
     quantization = Fp8Config(True, "dynamic", ["shared_experts"], [128, 128], is_fp4_experts=True)
+    quantization.dequant_fp4_to_fp8 = variant.startswith("fp8")
     with bfloat16_by_default():
         block = DeepseekV2MoE(
             config=config,
             layer_id=layer,
             quant_config=quantization,
             prefix=f"model.layers.{layer}.mlp",
+            alt_stream=get_side_stream(),
             is_deepseek_v4=True,
         )
     bias = block.gate.e_score_correction_bias
@@ -121,37 +150,60 @@ def deepseek_v4(layer: int) -> Block:
     return block, formula
 
 
-def minimax_m3(layer: int) -> Block:
+def minimax_m3(layer: int, shape: Shape) -> Block:
     """A block of MiniMax-M3 in bfloat16."""
     from sglang.srt.models.minimax_m3 import MiniMaxM3MoE
 
-    config, theirs = moe_blocks.minimax_m3(EXPERTS, TOP_K)
+    config, theirs = moe_blocks.minimax_m3(shape)
     with bfloat16_by_default():
-        block = MiniMaxM3MoE(config, layer, prefix=f"model.layers.{layer}.mlp")
+        block = MiniMaxM3MoE(
+            config, layer, alt_stream=get_side_stream(), prefix=f"model.layers.{layer}.mlp"
+        )
     bias = block.e_score_correction_bias
     return block, moe_blocks.load_block(block, theirs, block.experts, "bfloat16", bias)
 
 
-def glm4_moe_lite(layer: int) -> Block:
+def qwen3_moe(layer: int, shape: Shape) -> Block:
+    """A block of Qwen3-MoE in bfloat16."""
+    from sglang.srt.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config, theirs = moe_blocks.qwen3_moe(shape)
+    with bfloat16_by_default():
+        block = Qwen3MoeSparseMoeBlock(layer, config, prefix=f"model.layers.{layer}.mlp")
+    return block, moe_blocks.load_block(block, theirs, block.experts, "bfloat16", None)
+
+
+def glm4_moe(layer: int, shape: Shape) -> Block:
+    """A block of GLM-4.5 in bfloat16."""
+    from sglang.srt.models.glm4_moe import Glm4MoeSparseMoeBlock
+
+    config, theirs = moe_blocks.glm4_moe(shape)
+    with bfloat16_by_default():
+        block = Glm4MoeSparseMoeBlock(config, layer, prefix=f"model.layers.{layer}.mlp")
+    bias = block.gate.e_score_correction_bias
+    return block, moe_blocks.load_block(block, theirs, block.experts, "bfloat16", bias)
+
+
+def glm4_moe_lite(layer: int, shape: Shape) -> Block:
     """A block of GLM-4.7-Flash in bfloat16."""
     from sglang.srt.models.glm4_moe_lite import Glm4MoeLiteSparseMoeBlock
     from transformers import Glm4MoeLiteConfig
     from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteMoE
 
-    config = Glm4MoeLiteConfig(**SIGMOID, n_shared_experts=1, norm_topk_prob=True)
+    config = Glm4MoeLiteConfig(**get_sigmoid_fields(shape), n_shared_experts=1, norm_topk_prob=True)
     with bfloat16_by_default():
         block = Glm4MoeLiteSparseMoeBlock(config, layer, prefix=f"model.layers.{layer}.mlp")
     theirs, bias = Glm4MoeLiteMoE(config).float(), block.gate.e_score_correction_bias
     return block, moe_blocks.load_block(block, theirs, block.experts, "bfloat16", bias)
 
 
-def mimo_v2(layer: int) -> Block:
+def mimo_v2(layer: int, shape: Shape) -> Block:
     """A block of MiMo-V2 in bfloat16, without a shared expert."""
     from sglang.srt.models.mimo_v2 import MiMoV2MoE
     from transformers import MiMoV2FlashConfig
     from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashMoE
 
-    config = MiMoV2FlashConfig(**SIGMOID | {"routed_scaling_factor": 1.0})
+    config = MiMoV2FlashConfig(**get_sigmoid_fields(shape) | {"routed_scaling_factor": 1.0})
     set_fields(config, topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True)
     with bfloat16_by_default():
         block = MiMoV2MoE(config, layer, prefix=f"model.layers.{layer}.mlp")
@@ -159,21 +211,21 @@ def mimo_v2(layer: int) -> Block:
     return block, moe_blocks.load_block(block, theirs, block.experts, "bfloat16", bias)
 
 
-def kimi_k3(layer: int) -> Block:
+def kimi_k3(layer: int, shape: Shape) -> Block:
     """A block of Kimi-K3 with MXFP4 experts."""
     from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
     from sglang.srt.models.kimi_k3 import KimiK3MoE
 
     config = SimpleNamespace(
-        hidden_size=HIDDEN,
-        moe_intermediate_size=INTERMEDIATE,
-        num_experts=EXPERTS,
-        n_routed_experts=EXPERTS,
-        num_experts_per_token=TOP_K,
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.intermediate,
+        num_experts=shape.experts,
+        n_routed_experts=shape.experts,
+        num_experts_per_token=shape.top_k,
         moe_renormalize=True,
         routed_scaling_factor=SCALE,
         num_shared_experts=1,
-        routed_expert_hidden_size=LATENT,
+        routed_expert_hidden_size=shape.latent,
         latent_moe_use_norm=True,
         rms_norm_eps=1e-5,
         hidden_act="situ",
@@ -191,16 +243,18 @@ def kimi_k3(layer: int) -> Block:
         )
         quantization.quant_format = "mxfp4-pack-quantized"
         block = KimiK3MoE(config, quantization, f"model.layers.{layer}.mlp", layer)
-    for parameter in (*block.gate.parameters(), *block.shared_experts.parameters()):
-        parameter.data.normal_(0, 0.2)
-    for module in (block.routed_expert_down_proj, block.routed_expert_up_proj):
-        module.weight.data.normal_(0, 0.2)
+    torch.manual_seed(0)
+    block.gate.e_score_correction_bias.data.normal_(0, 0.1)
+    latent = (block.routed_expert_down_proj, block.routed_expert_up_proj)
+    moe_blocks.fill_matrices(
+        [block.gate.weight, *block.shared_experts.parameters(), *(each.weight for each in latent)]
+    )
 
     def restore(sums: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = block.routed_expert_up_proj(block.routed_expert_norm(sums))[0]
         return out
 
-    return block, moe_blocks.kimi_k3(block, block.experts, TOP_K, restore)
+    return block, moe_blocks.kimi_k3(block, block.experts, shape, restore)
 
 
 def bfloat16_by_default() -> Any:
@@ -210,38 +264,119 @@ def bfloat16_by_default() -> Any:
     return set_default_torch_dtype(torch.bfloat16)
 
 
-BLOCKS: dict[str, Callable[[], Block]] = {
-    "deepseek_v4, by token id": lambda: deepseek_v4(0),
-    "deepseek_v4, by logits": lambda: deepseek_v4(3),
-    "glm4_moe_lite": lambda: glm4_moe_lite(6),
-    "mimo_v2": lambda: mimo_v2(7),
-    "minimax_m3": lambda: minimax_m3(4),
-    "kimi_k3": lambda: kimi_k3(5),
+BLOCKS: dict[str, Callable[..., Block]] = {
+    "deepseek_v4, by token id": functools.partial(deepseek_v4, 0),
+    "deepseek_v4, by logits": functools.partial(deepseek_v4, 3),
+    "glm4_moe_lite": functools.partial(glm4_moe_lite, 6),
+    "mimo_v2": functools.partial(mimo_v2, 7),
+    "minimax_m3": functools.partial(minimax_m3, 4),
+    "kimi_k3": functools.partial(kimi_k3, 5),
+    "qwen3_moe": functools.partial(qwen3_moe, 8),
+    "glm4_moe": functools.partial(glm4_moe, 9),
 }
 
 
 def compare(group: weft.Group, names: list[str]) -> dict[str, float]:
-    """Return each block's relative error on this rank's tokens."""
+    """Return each block's relative error on this CPU rank's tokens."""
     flags, errors = set_up(group), {}
-    from sglang.srt.layers import dp_attention
-
     from weft.plugins.sglang import engine
 
     for name in names:
         torch.manual_seed(0)  # every rank draws the same model
-        block, formula = BLOCKS[name]()
-        model = nn.ModuleList([block])
-        engine.after_load_model(
-            None, SimpleNamespace(model=model, server_args=flags, device="cpu", gpu_id=0)
-        )
+        block, formula = BLOCKS[name](SMALL)
+        add_to_weft(block, flags)
         torch.manual_seed(1 + group.rank)
         # Kimi-K3's top-k takes no empty batch on CPUs.
         counts = [max(count, int(name == "kimi_k3")) for count in COUNTS[: group.size]]
-        dp_attention._DpGatheredBufferWrapper._global_num_tokens = counts
+        set_counts(counts)
         run = functools.partial(run_block, block, name)
-        errors[name] = moe_blocks.compare_block(run, formula, counts[group.rank])
+        errors[name] = moe_blocks.compare_block(run, formula, counts[group.rank], SMALL)
         engine.close()
     return errors
+
+
+def compare_on_gpu(group: weft.Group, task: Task) -> bool:
+    """Return whether all blocks are right on this rank's GPU."""
+    torch.cuda.set_device(0)
+    flags = set_up(group, "cuda")
+    from weft.plugins.sglang import engine
+
+    def build(name: str, variant: str, shape: Shape) -> tuple[Callable[..., Any], Formula]:
+        """Build a block as SGLang's loader does, and return its forward function and formula."""
+        options = {"variant": variant} if name.startswith("deepseek_v4") else {}
+        with torch.device("cuda"), use_backend(variant):
+            block, formula = BLOCKS[name](shape, **options)
+            for module in block.modules():
+                method = getattr(module, "quant_method", None)
+                if hasattr(method, "process_weights_after_loading"):
+                    method.process_weights_after_loading(module)
+        if variant == "weft":
+            add_to_weft(block, flags)
+
+        def run(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            set_counts([len(x)])
+            with use_backend(variant), capture_mode():
+                return run_block(block, name, x, ids)
+
+        return run, formula
+
+    with torch.device("cuda"):
+        return moe_blocks.on_gpu(task, build, engine.close)
+
+
+def add_to_weft(block: nn.Module, flags: Any) -> None:
+    """Let weft run a block's experts, as its plug-in does once a server has loaded a model."""
+    from weft.plugins.sglang import engine
+
+    runner = {"model": nn.ModuleList([block]), "server_args": flags, "gpu_id": 0}
+    device = next(block.parameters()).device.type
+    engine.after_load_model(None, SimpleNamespace(device=device, **runner))
+
+
+def set_counts(counts: list[int]) -> None:
+    """Set the ranks' numbers of tokens, as a forward pass does."""
+    from sglang.srt.layers import dp_attention
+
+    dp_attention._DpGatheredBufferWrapper._global_num_tokens = counts
+
+
+@contextlib.contextmanager
+def use_backend(variant: str) -> Iterator[None]:
+    """Select a variant's backends for layers that are built or run in this context."""
+    if variant == "weft":
+        yield
+        return
+    from sglang.srt.layers.moe.utils import MoeA2ABackend, resolve_moe_runner_backend
+    from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
+    from sglang.srt.runtime_context import get_exec, get_flags
+
+    runner = "auto" if variant.startswith("fp8") else variant
+    chooses, name = Fp8MoEMethod, "is_deepgemm_moe_runner_backend_enabled"
+    kept = chooses.__dict__[name]
+    if variant == "fp8_deep_gemm":  # with this conversion SGLang refuses any other flag than auto
+        setattr(chooses, name, staticmethod(lambda *args, **kwargs: True))
+    try:
+        with (
+            get_flags().moe.override(
+                a2a_backend=MoeA2ABackend("none"), runner_backend=resolve_moe_runner_backend(runner)
+            ),
+            get_exec().moe.override(moe_a2a_backend="none", moe_runner_backend=runner),
+        ):
+            yield
+    finally:
+        setattr(chooses, name, kept)
+
+
+@contextlib.contextmanager
+def capture_mode() -> Iterator[None]:
+    """Let SGLang know that a CUDA graph is captured, if one is."""
+    if not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+
+    with model_capture_mode():
+        yield
 
 
 def run_block(block: Any, name: str, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -253,12 +388,13 @@ def run_block(block: Any, name: str, x: torch.Tensor, ids: torch.Tensor) -> torc
 
 
 def main() -> int:
-    """Compare the blocks for each number of ranks."""
+    """Compare the blocks on CPU ranks or a GPU."""
     # SGLang has fused routers for GPUs alone.
     kernels = ("FUSED_HASH_TOPK", "BF16_ROUTER_GEMM")
     environment = {f"SGLANG_OPT_USE_{kernel}": "0" for kernel in kernels}
-    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "weft"}
-    return moe_blocks.main(str(__doc__), BLOCKS, compare, **environment)
+    environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    os.environ["SGLANG_PLUGINS"] = "weft"
+    return moe_blocks.main(str(__doc__), BLOCKS, compare, compare_on_gpu, VARIANTS, **environment)
 
 
 if __name__ == "__main__":

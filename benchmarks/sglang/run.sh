@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # One measurement inside SGLang in one command, of less than ten minutes each:
 #
-#     run.sh decode|deepseek|glm|arithmetic|blocks|elastic|load|profile|tune [OPTIONS...]     --help lists the options
+#     run.sh decode|deepseek|glm|arithmetic|blocks|speed|elastic|load|profile|tune [OPTIONS...]     --help lists the options
 #
 # It needs a folder that pack/pack_sglang.sh made; ../engines/run.sh says where, and where the results go.
 set -euo pipefail
@@ -10,7 +10,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 declare -A scripts=(
     [decode]=serving.py [deepseek]=serving.py [glm]=tensor_parallel.py
-    [arithmetic]=arithmetic.py [blocks]=blocks.py [elastic]=elastic.py [load]=load.py [profile]=decode_trace.py [tune]=tune_triton.py
+    [arithmetic]=arithmetic.py [blocks]=blocks.py [speed]=blocks.py [elastic]=elastic.py [load]=load.py [profile]=decode_trace.py [tune]=tune_triton.py
 )
 engine=sglang pack=sgl
 source "$here/../engines/run.sh"
@@ -28,7 +28,7 @@ if [[ -f ${tables[0]} ]]; then
 fi
 
 export SGLANG_PLUGINS=none # servers get their own list
-export ENGINE_STUBS=IPython,xgrammar,jsonschema,soundfile,datasets,zstandard
+export ENGINE_STUBS=IPython,xgrammar,jsonschema,soundfile,datasets,zstandard,llguidance,outlines_core,anthropic,openai_harmony
 # DeepSeek's top-k by SGLang's Triton kernel: FlashInfer's would be built by nvcc with cuBLAS's headers.
 export SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK=1
 measure "$@"

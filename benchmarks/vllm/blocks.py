@@ -1,33 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare MoE blocks that vLLM builds and weft runs with their published formulas, on CPU ranks.
+"""Compare MoE blocks that vLLM builds and weft runs with their published formulas.
 
-vLLM has no CPU attention for these models, so no server runs: each rank builds the blocks alone,
-loads random experts through vLLM's loaders, and passes its tokens to them. The exit status is 1 if
-a block's relative error is above 5 %; rounding rows to FP8 takes 3 %.
+No server runs: each rank builds the blocks alone, loads random experts through vLLM's loaders, and
+passes its tokens to them. CPU ranks run small blocks, because vLLM has no CPU attention for these
+models. With --device cuda, one GPU runs blocks of the published size, also by vLLM's own kernels,
+and --calls measures them in CUDA graphs. The exit status is 1 if a block's relative error is above
+5 %; rounding rows to FP8 takes 3 %.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import moe_blocks
 import torch
-from moe_blocks import BETA, HIDDEN, INTERMEDIATE, LATENT, LINEAR_BETA, SCALE, Block
+from moe_blocks import BETA, LINEAR_BETA, SCALE, Block, Formula, Shape, Task
 
 import weft
 
-EXPERTS, TOP_K = 64, 6  # numbers that vLLM's top-k on CPUs has kernels of
+SMALL = Shape(experts=64, top_k=6)  # numbers that vLLM's top-k on CPUs has kernels of
 COUNTS = (5, 9, 1, 3)  # tokens of each rank; vLLM gives a rank without requests one token
+DECODE, PREFILL = 256, 4096  # most tokens of a graph and of a batch, on a GPU
+VARIANTS = {
+    "weft": "weft's block",
+    "auto": "vLLM's choice",
+    "triton": "Triton, for bfloat16 experts",
+    "marlin": "MXFP4 experts: W4A16",
+    "humming": "MXFP4 experts: Humming",
+    "triton_unfused": "MXFP4 experts: Triton",
+}
 
 
-def set_up(group: weft.Group) -> Any:
+def set_up(group: weft.Group, device: str = "cpu") -> Any:
     """Start vLLM's process groups with weft's plug-in, as a worker does; return a VllmConfig."""
     group.process_group()  # vLLM keeps torch's default group
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
@@ -44,20 +56,26 @@ def set_up(group: weft.Group) -> Any:
         )
     )
     with set_current_vllm_config(config):
-        init_distributed_environment(group.size, group.rank, "env://", group.rank, "gloo")
+        backend = "gloo" if device == "cpu" else "nccl"
+        init_distributed_environment(group.size, group.rank, "env://", group.rank, backend)
         initialize_model_parallel()
     config.model_config = SimpleNamespace(
         dtype=torch.bfloat16, enforce_eager=True, enable_sleep_mode=False, hf_config=None
     )
+    if device == "cuda":
+        config.compilation_config.max_cudagraph_capture_size = DECODE
+        config.scheduler_config.max_num_batched_tokens = PREFILL
     return config
 
 
-def deepseek_v4(vllm: Any, layer: int, version: str = "deepseek_v4") -> Block:
+def deepseek_v4(
+    layer: int, vllm: Any, shape: Shape, root: str, version: str = "deepseek_v4"
+) -> Block:
     """A block of DeepSeek-V4 with MXFP4 experts. All layers of V4.1 choose experts by logits."""
     model = importlib.import_module(f"vllm.models.{version}.nvidia.model")
     quantization = importlib.import_module(f"vllm.models.{version}.quant_config")
-    config, theirs = moe_blocks.deepseek_v4(layer, EXPERTS, TOP_K)
-    prefix = f"model.layers.{layer}.ffn"
+    config, theirs = moe_blocks.deepseek_v4(layer, shape)
+    prefix = f"{root}.layers.{layer}.ffn"
     vllm.model_config.hf_config = config
     vllm.quant_config = quantization.DeepseekV4FP8Config(
         is_checkpoint_fp8_serialized=True,
@@ -74,7 +92,7 @@ def deepseek_v4(vllm: Any, layer: int, version: str = "deepseek_v4") -> Block:
     return block, formula
 
 
-def minimax_m3(vllm: Any, layer: int, kind: str) -> Block:
+def minimax_m3(layer: int, kind: str, vllm: Any, shape: Shape, root: str) -> Block:
     """A block of MiniMax-M3, in bfloat16 or with MXFP8 experts."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8Config
@@ -83,85 +101,169 @@ def minimax_m3(vllm: Any, layer: int, kind: str) -> Block:
         sys.modules.setdefault(name, MagicMock())
     from vllm.models.minimax_m3.nvidia.model import MiniMaxM3MoE
 
-    # vLLM has kernels of this activation for GPUs alone, and raises without one.
-    unquantized_fused_moe_method.select_unquantized_moe_backend = lambda moe_config: (None, None)
-    config, theirs = moe_blocks.minimax_m3(EXPERTS, TOP_K)
-    prefix, quantization = f"model.layers.{layer}.mlp", None
+    if not torch.cuda.is_available():
+        # vLLM has kernels of this activation for GPUs alone, and raises without one.
+        unquantized_fused_moe_method.select_unquantized_moe_backend = _no_backend
+    config, theirs = moe_blocks.minimax_m3(shape)
+    prefix, quantization = f"{root}.layers.{layer}.mlp", None
     if kind == "mxfp8":
         ignored = [f"{prefix}.shared_experts.{name}_proj" for name in ("gate_up", "down")]
         quantization = ModelOptMxFp8Config.from_config(
             {"quant_method": "mxfp8", "ignored_layers": ignored}
         )
     block = MiniMaxM3MoE(config, layer, quantization, prefix=prefix)
-    router = block.experts.router  # on CPUs it corrects sigmoid scores only in groups
-    router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+    if not torch.cuda.is_available():
+        router = block.experts.router  # on CPUs it corrects sigmoid scores only in groups
+        router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
     bias, layer_of_experts = block.e_score_correction_bias, block.experts.routed_experts
     return block, moe_blocks.load_block(block, theirs, layer_of_experts, kind, bias)
 
 
-def kimi_k3(vllm: Any, layer: int) -> Block:
+def _no_backend(moe_config: Any) -> tuple[None, None]:
+    return None, None
+
+
+def qwen3_moe(layer: int, vllm: Any, shape: Shape, root: str) -> Block:
+    """A block of Qwen3-MoE in bfloat16."""
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config, theirs = moe_blocks.qwen3_moe(shape)
+    vllm.model_config.hf_text_config, vllm.quant_config = config, None
+    block = Qwen3MoeSparseMoeBlock(vllm, prefix=f"{root}.layers.{layer}.mlp")
+    experts = block.experts.routed_experts
+    return block, moe_blocks.load_block(block, theirs, experts, "bfloat16", None)
+
+
+def glm4_moe(layer: int, vllm: Any, shape: Shape, root: str) -> Block:
+    """A block of GLM-4.5 in bfloat16."""
+    from vllm.model_executor.models.glm4_moe import Glm4MoE
+
+    config, theirs = moe_blocks.glm4_moe(shape)
+    block = Glm4MoE(config, prefix=f"{root}.layers.{layer}.mlp")
+    bias, experts = block.gate.e_score_correction_bias, block.experts.routed_experts
+    return block, moe_blocks.load_block(block, theirs, experts, "bfloat16", bias)
+
+
+def kimi_k3(layer: int, vllm: Any, shape: Shape, root: str) -> Block:
     """A block of Kimi-K3 with MXFP4 experts."""
     from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
     from vllm.models.kimi_k3.nvidia.model import KimiMoE
     from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
 
     config = KimiLinearConfig(
-        hidden_size=HIDDEN,
-        moe_intermediate_size=INTERMEDIATE,
-        num_experts=EXPERTS,
-        num_experts_per_token=TOP_K,
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.intermediate,
+        num_experts=shape.experts,
+        num_experts_per_token=shape.top_k,
         routed_scaling_factor=SCALE,
         num_shared_experts=1,
-        routed_expert_hidden_size=LATENT,
+        routed_expert_hidden_size=shape.latent,
         latent_moe_use_norm=True,
         hidden_act="situ",
         activation_situ_beta=BETA,
         activation_situ_linear_beta=LINEAR_BETA,
     )
-    torch.cuda.Event = SimpleNamespace  # two that overlap GEMMs on a GPU
-    block = KimiMoE(config, vllm, Mxfp4Config(), f"model.layers.{layer}.mlp", layer)
+    if not torch.cuda.is_available():
+        torch.cuda.Event = SimpleNamespace  # two that overlap GEMMs on a GPU
+    block = KimiMoE(config, vllm, Mxfp4Config(), f"{root}.layers.{layer}.mlp", layer)
+    torch.manual_seed(0)
     for name, parameter in block.named_parameters():
         if "routed_experts" not in name and "norm" not in name:
-            parameter.data.normal_(0, 0.2)
+            if parameter.dim() == 2:
+                moe_blocks.fill_matrices([parameter])
+            else:
+                parameter.data.normal_(0, 0.1)
     layer_of_experts, restore = block.experts.routed_experts, block.routed_output_transform
-    return block, moe_blocks.kimi_k3(block, layer_of_experts, TOP_K, restore)
+    return block, moe_blocks.kimi_k3(block, layer_of_experts, shape, restore)
 
 
-BLOCKS: dict[str, Callable[[Any], Block]] = {
-    "deepseek_v4, by token id": lambda vllm: deepseek_v4(vllm, 0),
-    "deepseek_v4, by logits": lambda vllm: deepseek_v4(vllm, 3),
-    "deepseek_v41": lambda vllm: deepseek_v4(vllm, 4, "deepseek_v41"),
-    "minimax_m3": lambda vllm: minimax_m3(vllm, 5, "bfloat16"),
-    "minimax_m3, mxfp8": lambda vllm: minimax_m3(vllm, 7, "mxfp8"),
-    "kimi_k3": lambda vllm: kimi_k3(vllm, 6),
+# Each takes a VllmConfig, a shape, and the root of the layers' names, which differ in a process.
+BLOCKS: dict[str, Callable[..., Block]] = {
+    "deepseek_v4, by token id": functools.partial(deepseek_v4, 0),
+    "deepseek_v4, by logits": functools.partial(deepseek_v4, 3),
+    "deepseek_v41": functools.partial(deepseek_v4, 4, version="deepseek_v41"),
+    "minimax_m3": functools.partial(minimax_m3, 5, "bfloat16"),
+    "minimax_m3, mxfp8": functools.partial(minimax_m3, 7, "mxfp8"),
+    "kimi_k3": functools.partial(kimi_k3, 6),
+    "qwen3_moe": functools.partial(qwen3_moe, 8),
+    "glm4_moe": functools.partial(glm4_moe, 9),
 }
 
 
 def compare(group: weft.Group, names: list[str]) -> dict[str, float]:
-    """Return each block's relative error on this rank's tokens."""
+    """Return each block's relative error on this CPU rank's tokens."""
     config, errors = set_up(group), {}
-    from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-    from vllm.utils.torch_utils import set_default_torch_dtype
 
     from weft.plugins.vllm import engine
 
     counts = torch.tensor(COUNTS[: group.size])
     for name in names:
         torch.manual_seed(0)  # every rank draws the same model
-        with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-            block, formula = BLOCKS[name](config)
-            for module in block.modules():
-                if isinstance(getattr(module, "quant_method", None), QuantizeMethodBase):
-                    module.quant_method.process_weights_after_loading(module)
+        block, formula = build_block(name, config, SMALL, "model")
         torch.manual_seed(1 + group.rank)
         count = int(counts[group.rank])
         run = functools.partial(run_block, block, name.startswith("deepseek"))
         with set_forward_context(None, config, count, counts):
-            errors[name] = moe_blocks.compare_block(run, formula, count)
+            errors[name] = moe_blocks.compare_block(run, formula, count, SMALL)
         engine.close()
     return errors
+
+
+def compare_on_gpu(group: weft.Group, task: Task) -> bool:
+    """Return whether all blocks are right on this rank's GPU."""
+    torch.cuda.set_device(0)
+    config = set_up(group, "cuda")
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    from weft.plugins.vllm import engine
+
+    init_workspace_manager(torch.device("cuda"))
+
+    def build(name: str, variant: str, shape: Shape) -> tuple[Callable[..., Any], Formula]:
+        """Build a block as vLLM's loader does, and return its forward function and formula."""
+        with torch.device("cuda"), use_backend(variant, config):
+            block, formula = build_block(name, config, shape, variant)
+
+        def run(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            with set_forward_context(None, config, len(x)):
+                return run_block(block, name.startswith("deepseek"), x, ids)
+
+        return run, formula
+
+    with torch.device("cuda"):
+        return moe_blocks.on_gpu(task, build, engine.close)
+
+
+def build_block(name: str, config: Any, shape: Shape, root: str) -> Block:
+    """Build a block and process its weights, as vLLM's loader does."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        block, formula = BLOCKS[name](config, shape, root)
+        for module in block.modules():
+            if isinstance(getattr(module, "quant_method", None), QuantizeMethodBase):
+                module.quant_method.process_weights_after_loading(module)
+    return block, formula
+
+
+@contextlib.contextmanager
+def use_backend(variant: str, config: Any) -> Iterator[None]:
+    """Select a variant's kernels for layers that are built in this context."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    replaced = dict(op_registry_oot)  # by weft's layers
+    if variant != "weft":
+        op_registry_oot.clear()
+        config.kernel_config.moe_backend = variant
+    try:
+        yield
+    finally:
+        op_registry_oot.update(replaced)
+        config.kernel_config.moe_backend = "auto"
 
 
 def run_block(block: Any, by_token: bool, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -171,9 +273,11 @@ def run_block(block: Any, by_token: bool, x: torch.Tensor, ids: torch.Tensor) ->
 
 
 def main() -> int:
-    """Compare the blocks for each number of ranks."""
-    environment = {"WEFT_VLLM": "block", "VLLM_TARGET_DEVICE": "cpu"}
-    return moe_blocks.main(str(__doc__), BLOCKS, compare, **environment)
+    """Compare the blocks on CPU ranks or a GPU."""
+    os.environ["WEFT_VLLM"] = "block"
+    return moe_blocks.main(
+        str(__doc__), BLOCKS, compare, compare_on_gpu, VARIANTS, VLLM_TARGET_DEVICE="cpu"
+    )
 
 
 if __name__ == "__main__":

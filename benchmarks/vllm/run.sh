@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # One measurement inside vLLM in one command, of less than ten minutes each:
 #
-#     run.sh arithmetic|blocks|decode|deepseek|load|profile [OPTIONS...]     --help lists the options
+#     run.sh arithmetic|blocks|speed|decode|deepseek|load|profile [OPTIONS...]     --help lists the options
 #
 # It needs a folder that pack/pack_vllm.sh made; ../engines/run.sh says where, and where the results go.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 declare -A scripts=(
-    [arithmetic]=arithmetic.py [blocks]=blocks.py [decode]=decode.py [deepseek]=decode.py [load]=load.py [profile]=decode.py
+    [arithmetic]=arithmetic.py [blocks]=blocks.py [speed]=blocks.py [decode]=decode.py [deepseek]=decode.py [load]=load.py [profile]=decode.py
 )
 engine=vllm pack=vllm
 source "$here/../engines/run.sh"

@@ -3,8 +3,9 @@
 
 A fat binary is a header and entries, each PTX or a cubin of one architecture. Entries of other
 architectures are removed in place, and the rest is filled with zeros, so that no address changes
-and a compressed archive is small. A fat binary without a cubin of ARCH keeps its first entry, with
-zeros for its code; its header lets the driver report that there is no image for the device.
+and a compressed archive is small. A fat binary without a cubin of ARCH keeps its newest PTX for
+ARCH or older, which the driver compiles (Marlin's kernels). Without PTX it keeps its first entry,
+with zeros for its code; its header lets the driver report that there is no image for the device.
 """
 
 import re
@@ -42,22 +43,25 @@ def trim(data: memoryview, arch: int) -> tuple[int, int]:
             raise SystemExit(
                 f"the container at {offset} has {size} bytes, and the section ends before"
             )
-        own, other, entry_at = b"", b"", begin
+        own, other, ptx, entry_at = b"", b"", (0, b""), begin
         while entry_at < end:
             kind, _, head, length = ENTRY.unpack_from(data, entry_at)
             if head <= ARCH_AT:
                 raise SystemExit(f"no entry at {entry_at} of the container at {offset}")
             entry = bytes(data[entry_at : entry_at + head + length])
-            if kind == CUBIN and struct.unpack_from("<I", entry, ARCH_AT)[0] == arch:
+            target = struct.unpack_from("<I", entry, ARCH_AT)[0]
+            if kind == CUBIN and target == arch:
                 own += entry
+            elif kind != CUBIN and target <= arch:
+                ptx = max(ptx, (target, entry))
             elif not other:
-                other = entry if kind != CUBIN else entry[:head] + bytes(length)
+                other = entry[:head] + bytes(length)
             entry_at += head + length
         if entry_at != end:
             raise SystemExit(
                 f"the last entry of the container at {offset} ends at {entry_at}, not {end}"
             )
-        remaining = own or other
+        remaining = own or ptx[1] or other
         data[begin:end] = remaining + bytes(size - len(remaining))
         struct.pack_into("<Q", data, offset + 8, len(remaining))
         offset, containers, kept = end, containers + 1, kept + bool(own)
