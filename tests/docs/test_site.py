@@ -46,7 +46,7 @@ def test_every_public_name_is_on_its_page(site):
 
 
 def test_inherited_members_are_shown_and_internals_are_not(site):
-    members = {"check", "broken", "abort", "history", "close", "memory_bytes"}
+    members = {"check", "broken", "abort", "history", "waits", "close", "memory_bytes"}
     for name in ("AllToAll", "LowLatencyAllToAll", "AllReduce", "MoE"):
         shown = _shown(site / f"api/weft-{name}.html")
         assert {f"weft.{name}.{member}" for member in members} <= shown

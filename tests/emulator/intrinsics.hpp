@@ -35,6 +35,7 @@ template <class T> unsigned __match_any_sync(unsigned, T mine) {
     return bits;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clzll(long long x) { return x == 0 ? 64 : __builtin_clzll(x); }
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     for (unsigned step = 16; step != 0; step /= 2) {
         const unsigned other = __shfl_xor_sync(~0u, value, step);

@@ -38,6 +38,7 @@ VERBS = {
     "*to = weft::load_relaxed(word)": ["LD.32.SYS"],
     "*to = weft::add_acq_rel(word, narrow)": ["fence.GPU", "ATOM.ADD.32.GPU", "drop"],
     "*to = weft::add_relaxed(word, narrow)": ["ATOM.ADD.32.GPU"],
+    "weft::add_relaxed(words, wide)": ["ATOM.ADD.64.GPU"],
     "*to = weft::claim(word, 0, 1)": ["fence.GPU", "ATOM.CAS.32.GPU", "drop"],
     "weft::raise_to(words, wide)": ["ATOM.MAX.64.GPU"],
     "*row = weft::poll_vector(from)": ["LD.128.SYS"],
@@ -85,6 +86,8 @@ OWN_SUM = (
     | {"release ST.32.SYS": 2, "acquire ATOM.ADD.32.GPU": 1}
 )
 SEND = LAST_ADD | FLAG_STORES
+# Waits that a rank records for tools (record_duration in device/wait.cuh).
+RECORDS = {"relaxed ATOM.ADD.64.GPU", "relaxed ATOM.MAX.64.GPU"}
 Verbs = Mapping[str, Mapping[str, int]]
 
 
@@ -207,7 +210,8 @@ def test_kernels_exist_do_not_spill_and_keep_their_order(name: str, arch: str) -
         assert not few, f"{kernel} has too few of these: {few}, wanted {dict(expected)}"
     for kernel, has in kernels.items():
         # Peers see nothing that stops at the GPU; nothing that is the GPU's own goes further.
-        assert not [v for v in has if v.endswith((".64.GPU", ".128.GPU", "CTA", "CLUSTER"))], kernel
+        narrow = [v for v in has if v.endswith((".64.GPU", ".128.GPU", "CTA", "CLUSTER"))]
+        assert not set(narrow) - RECORDS, kernel
         assert not [v for v in has if "ATOM" in v and not v.endswith(".GPU")], kernel
 
 

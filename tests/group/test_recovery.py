@@ -21,6 +21,7 @@ from weft import errors
 from weft.group import agreement, recovery
 from weft.group.agreement import Agreement
 from weft.group.meeting import Meeting
+from weft.group.waits import Waits
 from weft.heap import Heap
 from weft.launcher.launch import launch
 
@@ -66,6 +67,9 @@ class Operator:
     def mark_asleep(self) -> None: ...
 
     def leave_closed(self, rank: int) -> None: ...
+
+    def waits(self) -> Waits:
+        return Waits(0, (), ())
 
     def restart(self, living: int) -> None:
         self.asked.append(("recover", living))

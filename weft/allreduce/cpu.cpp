@@ -39,14 +39,29 @@ bool await_word(Call<R>& call, u64* word, SlotWait wait, u64& seen, const Ready&
     return true;
 }
 
+// Records a rank's wait for a peer's row, if it was missing: for the first row as skew.
+template <Reduction R> void record_row(const Call<R>& call, u32 peer, bool is_first, u64 ns) {
+    if (ns == 0) return;
+    PeerWaits& waits = waits_for(own_share<R>(call.a.site).header, all_reduce_phase, peer);
+    record_duration(is_first ? waits.skew : waits.transfer, ns);
+    waits.epoch = call.epoch;
+}
+
 // Waits for the row of a slot, copies it and restores the sentinels; false when a wait has failed.
+// waited_ns: the time in which a word was missing.
 template <Reduction R>
-bool receive_row(Call<R>& call, u8* slot, u8* to, Slot kind, u32 peer, u32 token) {
+bool receive_row(Call<R>& call, u8* slot, u8* to, Slot kind, u32 peer, u32 token, u64& waited_ns) {
+    waited_ns = 0;
     for (u32 at = 0; at < R.row_bytes(); at += 8) {
         u64* word = reinterpret_cast<u64*>(slot + at);
         const SlotWait wait{.slot = kind, .peer = peer, .token = token, .vector = at / 16};
-        u64 seen;
-        if (!await_word<R>(call, word, wait, seen, [](u64 w) { return is_ready(w); })) return false;
+        u64 seen = load_acquire(word);
+        if (!is_ready(seen)) {
+            const u64 start = now_ns();
+            if (!await_word<R>(call, word, wait, seen, [](u64 w) { return is_ready(w); }))
+                return false;
+            waited_ns += now_ns() - start;
+        }
         std::memcpy(to + at, &seen, 8);
         store_release(word, sentinel_pair);
     }
@@ -77,7 +92,11 @@ template <Reduction R> void oneshot(Call<R>& call) {
             if (!call.sums(peer)) continue;
             fault(own_share<R>(a.site).header, Point::before_rows, peer, call.epoch);
             u8* slot = call.at(me).direct[call.side()][slot_index(me, peer)][token];
-            if (!receive_row<R>(call, slot, rows[peer].data(), Slot::direct, peer, token)) return;
+            u64 waited_ns;
+            if (!receive_row<R>(call, slot, rows[peer].data(), Slot::direct, peer, token,
+                                waited_ns))
+                return;
+            record_row<R>(call, peer, token == 0, waited_ns);
         }
         sum_rows<R>(rows, row);
         finish_sum<R>(a, token, row);
@@ -117,7 +136,10 @@ template <Reduction R> void reduce_part(Call<R>& call, u32 group) {
         const u32 peer = next_rank<R>(me, offset);
         fault(own_share<R>(a.site).header, Point::before_rows, peer, call.epoch);
         u8* slot = call.at(me).part[call.side()][slot_index(me, peer)][group];
-        if (!receive_row<R>(call, slot, rows[peer].data(), Slot::part, peer, token)) return;
+        u64 waited_ns;
+        if (!receive_row<R>(call, slot, rows[peer].data(), Slot::part, peer, token, waited_ns))
+            return;
+        record_row<R>(call, peer, group == 0, waited_ns);
     }
     Row<R> row;
     sum_rows<R>(rows, row);
@@ -158,7 +180,8 @@ template <Reduction R> void finish_parts(Call<R>& call, u32 group) {
         if (token >= a.tokens) continue;
         const u32 slot_idx = slot_index(me, owner);
         u8* slot = call.at(me).whole[slot_idx][group];
-        if (!receive_row<R>(call, slot, row.data(), Slot::whole, owner, token)) return;
+        u64 waited_ns;
+        if (!receive_row<R>(call, slot, row.data(), Slot::whole, owner, token, waited_ns)) return;
         if constexpr (R.epilogue_at == EpilogueAt::receiver) {
             finish_sum<R>(a, token, row);
         } else {

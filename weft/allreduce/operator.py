@@ -76,6 +76,8 @@ class AllReduce(Operator):
         GeometryMismatch: ranks passed different sizes.
     """
 
+    _phase_names = ("all-reduce",)
+
     config: ReduceConfig
     _describe_call = staticmethod(describe_allreduce)
 

@@ -90,15 +90,32 @@ struct PeerSlots {
     }
 };
 
+// Whether a thread records its waits for rows of peers: the first one that sums rows.
+WEFT_FN bool records_waits(const ReduceArgs& a) {
+    return threadIdx.x == 0 && blockIdx.x == a.pushers;
+}
+
+// Records a thread's wait for the vectors of all peers, if one was missing. The wait counts for the
+// peer that was missing last: a time for each peer would take registers of every thread. The wait
+// for a call's first vectors is skew, and a later one transfer.
+template <Reduction R>
+WEFT_FN void record_arrivals(const Call<R>& call, const SlotWait& wait, bool is_first) {
+    if (wait.start == 0) return;
+    const u64 waited_ns = now_ns() - wait.start;
+    PeerWaits& waits = waits_for(call.header, all_reduce_phase, wait.peer);
+    record_duration(is_first ? waits.skew : waits.transfer, waited_ns);
+    waits.epoch = call.epoch;
+}
+
 // Waits for the vector of every peer that is summed; row[me] is the caller's own. polls_one: poll
 // only one missing vector at a time, so that many waiting threads leave memory bandwidth to the
 // others. Rows of more than 8 ranks do not fit into registers.
 template <Reduction R, bool polls_one>
-WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 token, u32 v,
+WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, SlotWait& wait,
                            uint4 (&row)[R.ranks]) {
     const u32 me = call.me();
+    const bool records = records_waits(call.a);
     RankSet missing = without(call.summed, me);
-    SlotWait wait{.slot = slots.kind, .peer = 0, .token = token, .vector = v};
     for (u32 polls = 1;; ++polls) {
 #pragma unroll
         for (u32 i = 0; i < R.ranks; ++i)
@@ -107,8 +124,9 @@ WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 toke
         for (u32 i = 0; i < R.ranks; ++i)
             if (is_ready(row[i])) missing = without(missing, i);
         if (missing == RankSet{}) return true;
+        if (records && wait.start == 0) wait.start = now_ns();
         wait.peer = first_of(missing);
-        while (polls_one && polls % polls_per_check != 0 &&
+        while (polls_one && !records && polls % polls_per_check != 0 &&
                !is_ready(poll_vector(slots.at(me, wait.peer)))) {
             relax(polls);
             ++polls;

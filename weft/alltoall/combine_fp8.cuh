@@ -165,7 +165,7 @@ template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 epoch, Warp
 // Order: lane 0 acquires all CTAs' counts, and the barrier extends that to the lanes that release.
 template <Shape S>
 WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const EpochState& state,
-                                RankSet living) {
+                                RankSet living, u64 start_ns) {
     Header& header = own_share<S>(a.site).header;
     bool read = true;
     if (team.lane() == 0) {
@@ -176,7 +176,7 @@ WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const E
         if (read) header.arrived = 0;
     }
     if (!team.all(read)) return false;
-    publish_combine<S>(team, a.site, living, state.epoch);
+    publish_combine<S>(team, a.site, living, state.epoch, start_ns);
     return true;
 }
 
@@ -195,7 +195,7 @@ template <Shape S, PhasePart part> WEFT_FN void combine_push_fp8(const CombineAr
     const EpochState state = header.state;
     const RankSet living = header.living;  // loaded with the state
     if (state.failed != 0) return;
-    const u64 start = team.lane() == 0 ? now_ns() : 0;
+    const u64 start = start_of_lane<S>(team);
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
 
     if (roles.is<CtaRole::sender>())
@@ -203,9 +203,10 @@ template <Shape S, PhasePart part> WEFT_FN void combine_push_fp8(const CombineAr
     if (roles.is<CtaRole::coordinator>()) {
         if constexpr (part != PhasePart::recv) {
             mark_start(team, header, Phase::combine, state.epoch, start);
-            if (!publish_inbox_read<S>(team, a, state, living)) return;
+            if (!publish_inbox_read<S>(team, a, state, living, start)) return;
         }
-        if (part == PhasePart::send || !await_combine<S>(team, a.site, living, state.epoch)) return;
+        if (part == PhasePart::send || !await_combine<S>(team, a.site, living, state.epoch, start))
+            return;
         if (team.lane() == 0) keep_record(header, Phase::combine, state.epoch, start, a.tokens);
     } else if constexpr (part != PhasePart::send) {
         if (!sum_tokens<S>(a, state.epoch, roles.receiver_units())) return;

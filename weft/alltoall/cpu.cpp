@@ -101,12 +101,12 @@ template <Shape S, PhasePart part = PhasePart::whole> void dispatch(const Dispat
         clear_rows<S>(a, count, slot_stride_changed ? a.source_rows : state.rows);
         send_stats<S>(a);
         fault(own.header, Point::after_payload, a.site.rank, epoch);
-        publish_dispatch<S>(Solo{}, a, own.header.living, epoch, count);
+        publish_dispatch<S>(Solo{}, a, own.header.living, epoch, start, count);
         own.header.source_rows = a.source_rows;
         own.header.sending = count;
     }
     if constexpr (part != PhasePart::send) {
-        if (!await_dispatch<S>(Solo{}, a, own.header.living, epoch)) return;
+        if (!await_dispatch<S>(Solo{}, a, own.header.living, epoch, start)) return;
         own.header.state = {epoch, 0, own.header.sending};
         keep_record(own.header, Phase::dispatch, epoch, start, own.header.sending);
         mark_end(own.header, Phase::dispatch, epoch);
@@ -220,13 +220,13 @@ template <Shape S, PhasePart part = PhasePart::whole> void combine(const Combine
         if (fault(own.header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away)
             return;
         if constexpr (S.combine == Combine::push || returns_fp8) push_rows<S>(a);
-        publish_combine<S>(Solo{}, a.site, own.header.living, state.epoch);
+        publish_combine<S>(Solo{}, a.site, own.header.living, state.epoch, start);
     }
     if constexpr (part != PhasePart::send) {
         // FP8 rows are summed as they arrive; the flags, which publish that the peers have read
         // their inboxes, arrive last.
         if (returns_fp8 && !reduce_tokens<S>(a)) return;
-        if (!await_combine<S>(Solo{}, a.site, own.header.living, state.epoch)) return;
+        if (!await_combine<S>(Solo{}, a.site, own.header.living, state.epoch, start)) return;
         if (!returns_fp8 && !reduce_tokens<S>(a)) return;
         keep_record(own.header, Phase::combine, state.epoch, start, a.tokens);
         mark_end(own.header, Phase::combine, state.epoch);

@@ -177,7 +177,7 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
     TokenFragment<S> fragment{};
     if constexpr (part != PhasePart::recv) fragment = load_fragment<S>(team, a, blockIdx.x);
     if (state.failed != 0) return;
-    const u64 start = team.lane() == 0 ? now_ns() : 0, epoch = (state.epoch + 1) & epoch_mask;
+    const u64 start = start_of_lane<S>(team), epoch = (state.epoch + 1) & epoch_mask;
     u32 count = header.sending;
     if constexpr (part != PhasePart::recv) {
         mark_start(team, header, Phase::dispatch, epoch, start);
@@ -185,7 +185,7 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
         count = token_count<S>(a, team.first() && team.lane() == 0);
         const u32 stale = slot_stride_changed ? a.source_rows : state.rows;
         if (!send_tokens<S>(team, a, state, living, count, stale, fragment)) return;
-        publish_dispatch<S>(team, a, living, epoch, count);
+        publish_dispatch<S>(team, a, living, epoch, start, count);
         if (team.lane() == 0) {
             header.sending = count;
             header.source_rows = a.source_rows;
@@ -194,7 +194,7 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
     // Only one team gets here, the last one of the whole kernel or the only one of the receiving
     // kernel, and advances the epoch.
     if constexpr (part != PhasePart::send) {
-        if (!await_dispatch<S>(team, a, living, epoch)) return;
+        if (!await_dispatch<S>(team, a, living, epoch, start)) return;
         if (team.lane() == 0) {
             header.state = {epoch, 0, count};
             keep_record(header, Phase::dispatch, epoch, start, count);

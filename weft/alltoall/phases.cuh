@@ -40,6 +40,11 @@ WEFT_FN ExpertLocation living_location(const DispatchArgs& a, RankSet living, i3
     return location;
 }
 
+// The start of this kernel, in the lanes that publish, wait or keep records.
+template <Shape S, class Team> WEFT_FN u64 start_of_lane(const Team& team) {
+    return team.lane() < S.ranks ? now_ns() : 0;
+}
+
 // The Route of one of this rank's tokens at a peer. For a peer that has exited it is the peer's
 // slot at this rank: those slots must hold no experts either when `source_rows` moves them.
 template <Shape S>
@@ -71,12 +76,18 @@ template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
     return count < S.tokens ? count : S.tokens;
 }
 
+// Whether this rank's rows of a phase are sent between the start of the kernel that publishes the
+// flags and the flags. Only then a wait for a flag divides into skew and transfer.
+template <Shape S> constexpr bool sends_rows(Phase phase) {
+    return phase == Phase::dispatch || S.combine == Combine::push;
+}
+
 // Publishes epoch `epoch` with the hash of the call, and for a dispatch the token count, at every
-// living peer. Order: each release covers everything that this team wrote or acquired: the whole
-// rank's payload, routes and counts.
+// living peer. start_ns: when this kernel began. Order: each release covers everything that this
+// team wrote or acquired: the whole rank's payload, routes and counts.
 template <Shape S, class Team>
 WEFT_FN void publish(const Team& team, const Site& site, RankSet living, Phase phase, u32 call,
-                     u64 epoch, u32 count) {
+                     u64 epoch, u64 start_ns, u32 count) {
     Header& header = own_share<S>(site).header;
     const u64 flag = make_flag(header.generation, call, epoch);
     mark_sent(team, header, phase, epoch);
@@ -89,16 +100,37 @@ WEFT_FN void publish(const Team& team, const Site& site, RankSet living, Phase p
             fault(header, sending ? Point::before_flag : Point::before_ready, peer, epoch);
         if (planned == Action::drop) continue;
         if (sending) to.counts[site.rank] = i32(count);
+        if (sends_rows<S>(phase)) {
+            const u64 ns = now_ns() - start_ns;
+            to.sent_ns[phase == Phase::combine][site.rank] = ns < ~0u ? u32(ns) : ~0u;
+        }
         const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
         store_release(sending ? &to.dispatched[site.rank] : &to.ready[site.rank], flag ^ lie);
     }
     mark_published(team, header, phase, epoch);
 }
 
-// Waits for every living peer's flag; false, for the whole team, when one wait has failed.
+// Records a finished wait for a peer's flag. The peer had begun its kernel sent_ns before the flag
+// arrived. If that was after this rank had begun its own, the difference is skew.
+template <Shape S>
+WEFT_FN void record_flag(Inbox<S>& inbox, Header& header, Phase phase, u64 epoch, u32 peer,
+                         u64 start_ns, const SpinWait& spin) {
+    const u64 now = spin.polls == 0 ? 0 : now_ns(), waited_ns = now - spin.start;
+    u64 transfer_ns = 0;
+    if (sends_rows<S>(phase) && waited_ns != 0) {
+        const u64 sent_ns = inbox.sent_ns[phase == Phase::combine][peer];
+        const i64 late_ns = i64(now - start_ns) - i64(sent_ns);
+        const u64 skew_ns = late_ns < 0 ? 0 : u64(late_ns);
+        transfer_ns = skew_ns < waited_ns ? waited_ns - skew_ns : 0;
+    }
+    record_wait(header, phase, epoch, peer, waited_ns, transfer_ns);
+}
+
+// Waits for every living peer's flag; false, for the whole team, when one wait has failed. All
+// teams of a combine wait, and the first one records its waits. start_ns: when this kernel began.
 template <Shape S, class Team>
 WEFT_FN bool await_all(const Team& team, const Site& site, RankSet living, Phase phase, u32 call,
-                       u64 epoch) {
+                       u64 epoch, u64 start_ns) {
     Share<S>& own = own_share<S>(site);
     bool arrived = true;
     for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
@@ -106,9 +138,13 @@ WEFT_FN bool await_all(const Team& team, const Site& site, RankSet living, Phase
         fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
               epoch);
         u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
-        const bool ok = await_flag(own.header, site, flag, peer, phase, call, epoch);
+        SpinWait spin;
+        spin.is_timed = peer != site.rank && (phase == Phase::dispatch || team.first());
+        const bool ok = await_flag(own.header, site, flag, peer, phase, call, epoch, epoch, spin);
         arrived = ok && arrived;
         if (ok) mark_arrived(team, own.header, phase, epoch, peer);
+        if (ok && spin.is_timed)
+            record_flag<S>(own.inbox, own.header, phase, epoch, peer, start_ns, spin);
     }
     return team.all(arrived);
 }
@@ -116,27 +152,31 @@ WEFT_FN bool await_all(const Team& team, const Site& site, RankSet living, Phase
 // Publishes this rank's dispatch and its call record.
 template <Shape S, class Team>
 WEFT_FN void publish_dispatch(const Team& team, const DispatchArgs& a, RankSet living, u64 epoch,
-                              u32 count) {
+                              u64 start_ns, u32 count) {
     if (team.lane() == 0) own_share<S>(a.site).header.call = a.call;
-    publish<S>(team, a.site, living, Phase::dispatch, u32(a.call.hash), epoch, count);
+    publish<S>(team, a.site, living, Phase::dispatch, u32(a.call.hash), epoch, start_ns, count);
 }
 
 // Publishes that peers may read the rows of this rank's experts. The dispatch has verified the
 // call, so this flag carries the hash of the geometry.
 template <Shape S, class Team>
-WEFT_FN void publish_combine(const Team& team, const Site& site, RankSet living, u64 epoch) {
-    publish<S>(team, site, living, Phase::combine, site.descriptor, epoch, 0);
+WEFT_FN void publish_combine(const Team& team, const Site& site, RankSet living, u64 epoch,
+                             u64 start_ns) {
+    publish<S>(team, site, living, Phase::combine, site.descriptor, epoch, start_ns, 0);
 }
 
 // Waits for every peer's dispatch, which must be the same call.
 template <Shape S, class Team>
-WEFT_FN bool await_dispatch(const Team& team, const DispatchArgs& a, RankSet living, u64 epoch) {
-    return await_all<S>(team, a.site, living, Phase::dispatch, u32(a.call.hash) & flag_mask, epoch);
+WEFT_FN bool await_dispatch(const Team& team, const DispatchArgs& a, RankSet living, u64 epoch,
+                            u64 start_ns) {
+    return await_all<S>(team, a.site, living, Phase::dispatch, u32(a.call.hash) & flag_mask, epoch,
+                        start_ns);
 }
 
 template <Shape S, class Team>
-WEFT_FN bool await_combine(const Team& team, const Site& site, RankSet living, u64 epoch) {
-    return await_all<S>(team, site, living, Phase::combine, site.descriptor, epoch);
+WEFT_FN bool await_combine(const Team& team, const Site& site, RankSet living, u64 epoch,
+                           u64 start_ns) {
+    return await_all<S>(team, site, living, Phase::combine, site.descriptor, epoch, start_ns);
 }
 
 }  // namespace weft

@@ -100,14 +100,15 @@ template <Shape S> WEFT_FN void return_rows(const ReturnArgs& a) {
     const EpochState state = header.state;
     const RankSet living = header.living;  // loaded with the state
     if (state.failed != 0) return;
-    mark_start(team, header, Phase::combine, state.epoch, team.lane() == 0 ? now_ns() : 0);
+    const u64 start = start_of_lane<S>(team);
+    mark_start(team, header, Phase::combine, state.epoch, start);
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
     for (u32 token = blockIdx.x * team.lanes() + team.lane(); token < a.num_tokens;
          token += gridDim.x * team.lanes())
         save_ranks<S>(a, token);
     return_pieces<S>(team, a);
     if (!team.is_last_cta(a.arrived)) return;
-    publish_combine<S>(team, a.site, living, state.epoch);
+    publish_combine<S>(team, a.site, living, state.epoch, start);
 }
 
 }  // namespace weft

@@ -34,7 +34,8 @@ template <Shape S> void return_rows(const ReturnArgs& a) {
     Header& header = own_share<S>(a.site).header;
     const EpochState state = header.state;
     if (state.failed != 0) return;
-    mark_start(Solo{}, header, Phase::combine, state.epoch, now_ns());
+    const u64 start = now_ns();
+    mark_start(Solo{}, header, Phase::combine, state.epoch, start);
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
     for (u32 token = 0; token < a.num_tokens; ++token) save_ranks<S>(a, token);
     for_rows<S>(a.packed, a.site.rank, [&](u32 source, u32 row, u32 token) {
@@ -43,7 +44,7 @@ template <Shape S> void return_rows(const ReturnArgs& a) {
         u8* to = share<S>(a.site, source).inbox.returned.row[token][a.site.rank];
         std::memcpy(to, from, S.out_bytes());
     });
-    publish_combine<S>(Solo{}, a.site, header.living, state.epoch);
+    publish_combine<S>(Solo{}, a.site, header.living, state.epoch, start);
 }
 
 }  // namespace weft

@@ -7,11 +7,12 @@
 
 namespace weft {
 
-constexpr u32 abi = 11;                         // increment whenever a struct below changes
+constexpr u32 abi = 12;                         // increment whenever a struct below changes
 constexpr u32 max_ranks = WEFT_WIDE ? 72 : 32;  // of one NVLink domain; 72 is GB200 NVL72
 constexpr u32 rank_words = (max_ranks + 31) / 32, host_words = (max_ranks + 62) / 63;
 constexpr u32 ring_records = 256;
 constexpr u32 ring_timelines = 64;  // the last 32 rounds
+constexpr u32 wait_buckets = 22;
 
 enum class DType : u32 { bf16 = 0, fp16 = 1, fp32 = 2 };
 enum class Phase : u32 { dispatch = 1, combine = 2 };
@@ -189,6 +190,21 @@ struct Timeline {
     u64 arrived_ns[max_ranks];  // when each peer's flag was seen
 };
 
+// Durations of waits. Bucket 0 counts those below 1024 ns, bucket i those below 2^i times that, and
+// the last one all longer ones.
+struct WaitTimes {
+    u64 total_ns, max_ns;
+    u64 counts[wait_buckets];
+};
+
+// The finished waits of this rank for one peer in one phase (record_wait in wait.cuh). Kernels of
+// this rank add to them, and readers may see some words of a wait without the others.
+struct PeerWaits {
+    u64 epoch;           // of the last wait
+    WaitTimes skew;      // until the peer began; counts every wait, also for a flag that was there
+    WaitTimes transfer;  // after the peer had begun; counts only waits that lasted
+};
+
 // The epoch state, which every kernel reads first, in one 16-byte load.
 struct alignas(16) EpochState {
     u64 epoch;   // finished dispatches
@@ -225,6 +241,7 @@ struct alignas(128) Header {
     alignas(128) Fault fault;
     alignas(128) Record ring[ring_records];
     alignas(128) Timeline timelines[ring_timelines];
+    alignas(128) PeerWaits waits[2][max_ranks];  // of dispatch or all-reduce, and of combine
 };
 
 // Addresses of the shares, and this rank. Rank r's share starts at base + r * stride.

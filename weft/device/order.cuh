@@ -80,8 +80,10 @@ template <class Word> WEFT_FN Word load_relaxed(Word* at) { return WEFT_LOAD(at,
 // (models/ptx A11).
 WEFT_FN u32 add_acq_rel(u32* at, u32 value) { return WEFT_ADD(at, value, ACQ_REL, DEVICE); }
 
-// Counts without any order, for callers that only need to know that they were the last.
+// Counts without any order: for callers that only need to know that they were the last, and for
+// statistics, whose result nobody waits for.
 WEFT_FN u32 add_relaxed(u32* at, u32 value) { return WEFT_ADD(at, value, RELAXED, DEVICE); }
+WEFT_FN u64 add_relaxed(u64* at, u64 value) { return WEFT_ADD(at, value, RELAXED, DEVICE); }
 
 // Changes a word from `free` to `owned`; true for the one thread that succeeds.
 WEFT_FN bool claim(u32* at, u32 free, u32 owned) {
@@ -147,6 +149,15 @@ WEFT_FN u32 bits_in(u32 word) {
     return u32(__popc(word));
 #else
     return u32(__builtin_popcount(word));
+#endif
+}
+
+// The position of the highest set bit plus one; 0 for 0.
+WEFT_FN u32 bit_width(u64 word) {
+#if defined(__CUDA_ARCH__)
+    return u32(64 - __clzll(i64(word)));
+#else
+    return word == 0 ? 0 : u32(64 - __builtin_clzll(word));
 #endif
 }
 

@@ -234,6 +234,10 @@ WEFT_FN bool wait_failed(Header& header, const Site& site, const Wait& wait, u64
 struct SpinWait {
     u64 start = 0;
     u32 polls = 0;
+    bool is_timed = false;  // whether the caller records the duration
+
+    // The time since the first poll failed, 0 if none did. Only for a timed wait.
+    WEFT_FN u64 waited_ns() const { return polls == 0 ? 0 : now_ns() - start; }
 
     // False when the wait has failed; the reason is recorded then.
     WEFT_FN bool keep_waiting(Header& header, const Site& site, const Wait& wait) {
@@ -242,6 +246,7 @@ struct SpinWait {
     // The same; `describe` returns the Wait and is called only for a check.
     template <class Describe>
     WEFT_FN bool keep_waiting_for(Header& header, const Site& site, const Describe& describe) {
+        if (is_timed && polls == 0) start = now_ns();
         if (++polls % polls_per_check == 0) {
             if (start == 0) start = now_ns();
             if (wait_failed(header, site, describe(), start)) return false;
@@ -256,8 +261,7 @@ struct SpinWait {
 // so may its team after its barrier `all`.
 // expected: the flag's epoch, if it differs from the operation's (`epoch`).
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
-                        u32 call, u64 epoch, u64 expected) {
-    SpinWait spin;
+                        u32 call, u64 epoch, u64 expected, SpinWait& spin) {
     for (;;) {
         const u64 seen = load_acquire(flag);
         if (flag_generation(seen) == (header.generation & 0xffffu) &&
@@ -271,9 +275,32 @@ WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, P
     }
 }
 
-WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
-                        u32 call, u64 epoch) {
-    return await_flag(header, site, flag, peer, phase, call, epoch, epoch);
+WEFT_FN void record_duration(WaitTimes& times, u64 ns) {
+    const u32 bucket = bit_width(ns >> 10);
+    add_relaxed(&times.counts[bucket < wait_buckets ? bucket : wait_buckets - 1], 1ull);
+    if (ns == 0) return;
+    add_relaxed(&times.total_ns, ns);
+    raise_to(&times.max_ns, ns);
+}
+
+WEFT_FN PeerWaits& waits_for(Header& header, Phase phase, u32 peer) {
+    return header.waits[phase == Phase::combine][peer];
+}
+
+// Records a finished wait for a peer. One thread does so for each peer, once in each phase of a
+// round. The additions return nothing, so no thread waits for them.
+// transfer_ns: the part of waited_ns after the peer had begun, as far as the protocol tells.
+WEFT_FN void record_wait(Header& header, Phase phase, u64 epoch, u32 peer, u64 waited_ns,
+                         u64 transfer_ns = 0) {
+    PeerWaits& waits = waits_for(header, phase, peer);
+    record_duration(waits.skew, waited_ns - transfer_ns);
+    if (transfer_ns != 0) record_duration(waits.transfer, transfer_ns);
+    waits.epoch = epoch;
+}
+
+// Records a wait for rows of a peer whose start record_wait has recorded.
+WEFT_FN void record_transfer(Header& header, Phase phase, u32 peer, u64 waited_ns) {
+    if (waited_ns != 0) record_duration(waits_for(header, phase, peer).transfer, waited_ns);
 }
 
 // Writes the record that peers and tools read after this rank has died. Returns its end time.

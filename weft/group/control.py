@@ -28,6 +28,7 @@ from typing import Any, NoReturn, Protocol
 
 from weft.errors import OutOfOrder, RendezvousFailed
 from weft.group import wire
+from weft.group.waits import ControlWaits
 from weft.group.wire import (
     JSON,
     DescriptorLimit,
@@ -72,6 +73,9 @@ class Control(Protocol):
     def current_call(self, rank: int) -> str | None:
         """Return the control call in which a peer waits for this rank, or None. Any thread."""
 
+    def last_call(self, rank: int) -> str | None:
+        """Return the last control call that a peer has entered together with this rank, or None."""
+
     def abort(self, reason: str) -> None:
         """Break the group: later calls and, if possible, a blocked one raise. Any thread."""
 
@@ -85,6 +89,7 @@ class ControlPlane:
     Attributes:
         pids: Process id of each rank as the kernel reports it to the hub of the meeting; 0 if the
             process has no id in the hub's PID namespace.
+        waits: Waits of this rank for messages of its peers.
         describe_activity: Describes ranks that a call waits for, see `Roster.describe_activity`.
     """
 
@@ -98,11 +103,14 @@ class ControlPlane:
         self._busy = threading.Lock()
         self._recovery_id = 0  # messages with an older id are leftovers of a broken call
         self._sequence = -1  # number of the latest call
+        self.waits = ControlWaits(rank)
+        self._last_calls: dict[int, str] = {}
         self._broken: str | None = None
         self._closed = False
         self.describe_activity: Callable[
-            [Collection[int], Callable[[int], str | None]], Mapping[int, str]
-        ] = lambda ranks, current_call: {}
+            [Collection[int], Callable[[int], str | None], Callable[[int], str | None]],
+            Mapping[int, str],
+        ] = lambda ranks, current_call, last_call: {}
 
     def add(self, rank: int, pid: int, connection: socket.socket) -> None:
         """Add the socket to a peer and take ownership of it."""
@@ -214,7 +222,8 @@ class ControlPlane:
             timeout: Seconds to wait.
             fd: Descriptor to send, or None.
         """
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
+        deadline, is_waiting = began + timeout, False
         call = encode({"recovery_id": self._recovery_id, "op": op, "n": self._sequence})
         data = call[:-1] + part + b"}"
         unsent, received, wait_timer = set(self.peers), dict[int, Message](), WaitLogTimer()
@@ -227,6 +236,10 @@ class ControlPlane:
                     if message is not None:
                         received[rank] = message
                         self._check_message(rank, message, op, fd is None)
+                        self._last_calls[rank] = op
+                        seconds = time.monotonic() - began if is_waiting else 0.0
+                        self.waits.record(rank, self._sequence, seconds)
+                is_waiting = True
                 waiting = sorted((set(self.peers) - set(received)) | unsent)
                 if not waiting:
                     self._raise_peer_failure(op)
@@ -310,6 +323,10 @@ class ControlPlane:
                 return sanitize_text(body["op"])[:100]
         return None
 
+    def last_call(self, rank: int) -> str | None:
+        """See `Control.last_call`."""
+        return self._last_calls.get(rank)
+
     def _log_wait(
         self,
         waiting: list[int],
@@ -319,7 +336,7 @@ class ControlPlane:
         timeout: float,
     ) -> None:
         missing = [rank for rank in waiting if rank not in messages]
-        states = self.describe_activity(missing, self.current_call)
+        states = self.describe_activity(missing, self.current_call, self.last_call)
         names = [
             f"{self.format_rank(rank)} {states.get(rank, '')}".strip()
             for rank in missing or waiting

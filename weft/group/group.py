@@ -35,6 +35,7 @@ from weft.group.messages import Creation, Messages
 from weft.group.recovery import GroupRecovery
 from weft.group.sleep import GroupSleep, LocalBuffers, SymmetricMemory
 from weft.group.torch_groups import ManagedProcessGroup, TorchControl
+from weft.group.waits import CONTROL, Waits
 from weft.group.wire import JSON
 from weft.keywords import internal
 from weft.shape import MAX_RANKS
@@ -392,7 +393,8 @@ class Group:
 
         Blocks for 0.1 s.
         """
-        return self._roster.describe_activity(ranks, self._messages.control.current_call)
+        control = self._messages.control
+        return self._roster.describe_activity(ranks, control.current_call, control.last_call)
 
     @internal
     def find_diverged_operators(
@@ -550,6 +552,29 @@ class Group:
         then not be released when its last user drops it.
         """
         return self._messages.record(step)
+
+    def waits(self) -> dict[str, Waits]:
+        """Return how long this rank has waited for each peer, in control calls and in operators.
+
+        Local: reads counters and stops nothing. On GPUs, each operator's counters are copied.
+
+        Returns:
+            The waits by name: "control" for this group's control calls, unless the group spans
+                several machines, and "AllToAll 1", "AllReduce 2" ... for its open operators, with
+                the number of the operator's heap.
+        """
+        control, waits = self._messages.control, {}
+        if isinstance(control, ControlPlane):
+            waits[CONTROL] = control.waits.read()
+        for name, member in self.local.members().items():
+            with contextlib.suppress(OutOfOrder):  # closed by another thread
+                waits[name] = member.waits()
+        return waits
+
+    @internal
+    def members(self) -> dict[str, Lifecycle]:
+        """Return the open operators of this group, by name."""
+        return self._roster.members()
 
     def attach(self, member: Lifecycle) -> None:
         """Register `member` to be notified of deaths, recoveries and the close of this group.

@@ -17,6 +17,7 @@ from weft.errors import SetupError, WeftError
 from weft.group.agreement import Agreement
 from weft.group.control import ControlPlane
 from weft.group.liveness import Liveness, create_lifetime_pipe
+from weft.group.waits import Waits
 
 _SAMPLE = 0.1  # seconds between two readings of a peer's wait clock
 
@@ -30,12 +31,16 @@ class Progress:
         finished: Number of dispatches, combines and all-reduces that the rank has finished.
         failed: Whether a call of the rank failed.
         begins_early: Whether a call may have begun that neither waits nor has finished.
+        last_call: The last call that the rank has finished, such as "combine 12", or "".
+        last_end_ns: When it ended, in nanoseconds of the rank's clock.
     """
 
     wait_clock: int
     finished: int
     failed: bool
     begins_early: bool
+    last_call: str
+    last_end_ns: int
 
 
 class Lifecycle(Protocol):
@@ -74,6 +79,9 @@ class Lifecycle(Protocol):
 
     def count_finished_rounds(self) -> int:
         """Return the number of rounds that this rank has finished."""
+
+    def waits(self) -> Waits:
+        """Return the waits of this rank for its peers. Raises OutOfOrder after close."""
 
     def restart(self, living: int) -> None:
         """Reset this rank's share to its initial state and accept calls again.
@@ -168,11 +176,19 @@ class Roster:
             self._ended = {rank for rank in others if has_ended(rank)}
 
     def describe_activity(
-        self, ranks: Collection[int], current_call: Callable[[int], str | None]
+        self,
+        ranks: Collection[int],
+        current_call: Callable[[int], str | None],
+        last_call: Callable[[int], str | None],
     ) -> dict[int, str]:
         """Describe the state of each of `ranks` as seen from this rank, for errors.
 
-        Blocks for 0.1 s. `current_call` returns the control call in which a rank waits, or None.
+        Blocks for 0.1 s.
+
+        Args:
+            ranks: Ranks to describe.
+            current_call: Returns the control call in which a rank waits, or None.
+            last_call: Returns the last control call that a rank has entered, or None.
         """
         with self._lock:
             ended = set(self._ended)
@@ -188,7 +204,10 @@ class Roster:
             elif call is not None:
                 states[rank] = f"waits in {call}"
             else:
+                last_calls = filter(None, (last_call(rank), self._find_last_call(rank)))
                 states[rank] = "is in no call of this group that waits for others"
+                if text := " and ".join(last_calls):
+                    states[rank] += f" (last in {text})"
         return states
 
     def find_diverged_operators(
@@ -214,6 +233,15 @@ class Roster:
             if stuck and self.rank not in waits.get(name, ()) and own.finished <= theirs.finished:
                 others[name] = other
         return own_name, others
+
+    def _find_last_call(self, rank: int) -> str | None:
+        """Return the operator call that a rank has finished last, or None."""
+        calls = []
+        for name, member in self.members().items():
+            progress = member.read_progress(rank)
+            if progress is not None and progress.last_call:
+                calls.append((progress.last_end_ns, f"{progress.last_call} of {name}"))
+        return max(calls)[1] if calls else None
 
     def _sample_waits(self, ranks: Iterable[int]) -> dict[str, set[int]]:
         """Return, for each operator, the ranks whose wait clocks advance within 0.1 s."""

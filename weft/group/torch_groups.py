@@ -153,6 +153,10 @@ class TorchControl:
         """Return None: torch.distributed does not report the calls of peers."""
         return None
 
+    def last_call(self, rank: int) -> str | None:
+        """Return None, as `current_call` does."""
+        return None
+
     def abort(self, reason: str) -> None:
         """Break the group: later calls raise. A blocked call ends at its deadline."""
         self._broken = self._broken or reason

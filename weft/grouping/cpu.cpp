@@ -185,7 +185,8 @@ template <Shape S, Grouping G> void send(const GroupArgs& a) {
     Header& header = own_share<S>(a.site).header;
     const EpochState state = header.state;
     if (state.failed != 0) return;
-    mark_start(Solo{}, header, Phase::combine, state.epoch, now_ns());
+    const u64 start = now_ns();
+    mark_start(Solo{}, header, Phase::combine, state.epoch, start);
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
     for_tokens_with_entries<S, G>(a, [&](u32 source, u32 token) {
         if constexpr (S.combine == Combine::gemm_push)
@@ -194,7 +195,7 @@ template <Shape S, Grouping G> void send(const GroupArgs& a) {
             sum_row<S, G, S.combine == Combine::push_fp8>(
                 a, source, token, share<S>(a.site, source).inbox.returned.row[a.site.rank][token]);
     });
-    publish_combine<S>(Solo{}, a.site, header.living, state.epoch);
+    publish_combine<S>(Solo{}, a.site, header.living, state.epoch, start);
 }
 
 }  // namespace weft

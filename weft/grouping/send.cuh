@@ -137,11 +137,12 @@ template <Shape S, Grouping G> WEFT_FN void send(const GroupArgs& a) {
     const EpochState state = header.state;
     const RankSet living = header.living;  // loaded with the state
     if (state.failed != 0) return;
-    mark_start(team, header, Phase::combine, state.epoch, team.lane() == 0 ? now_ns() : 0);
+    const u64 start = start_of_lane<S>(team);
+    mark_start(team, header, Phase::combine, state.epoch, start);
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
     for_strips<S, G>(team, a, [&](const Strip<S>& strip) { send_strip<S>(a, strip); });
     if (!team.is_last_cta(a.arrived)) return;
-    publish_combine<S>(team, a.site, living, state.epoch);
+    publish_combine<S>(team, a.site, living, state.epoch, start);
 }
 
 }  // namespace weft

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from weft.shape import MAX_RANKS, NARROW_RANKS
 
-ABI = 11
+ABI = 12
 RING_RECORDS = 256
 RING_TIMELINES = 64
+WAIT_BUCKETS = 22
 EPOCH_MASK = (1 << 40) - 1
 EXIT_REASON_BYTES = 512
 HOST_BITS = 63  # per Mailbox.host_word: bit r % 63 of word r // 63 is set if rank r has ended
@@ -56,6 +57,22 @@ class Record(ctypes.Structure):
         ("phase", c_uint32),
         ("tokens", c_uint32),
     )
+
+
+class WaitTimes(ctypes.Structure):
+    """Durations of waits in nanoseconds, with a histogram of 1024 ns and its doubles."""
+
+    _fields_ = (
+        ("total_ns", c_uint64),
+        ("max_ns", c_uint64),
+        ("counts", c_uint64 * WAIT_BUCKETS),
+    )
+
+
+class PeerWaits(ctypes.Structure):
+    """Finished waits of a rank for one peer in one phase."""
+
+    _fields_ = (("epoch", c_uint64), ("skew", WaitTimes), ("transfer", WaitTimes))
 
 
 class CallRecord(ctypes.Structure):
@@ -178,6 +195,7 @@ def _header_structs(max_ranks: int) -> HeaderStructs:
             ("_pad6", c_uint8 * 96),
             ("ring", Record * RING_RECORDS),
             ("timelines", Timeline * RING_TIMELINES),
+            ("waits", PeerWaits * max_ranks * 2),
         )
 
     return HeaderStructs(Mailbox, Timeline, Header)

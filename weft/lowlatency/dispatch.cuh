@@ -140,16 +140,16 @@ WEFT_FN CtaRoles dispatch_roles(const LowLatencyDispatchArgs& a) {
     return {a.tokens == 0 ? 1 : chunks_of(a.tokens), a.senders};
 }
 
-// Fails if a peer's dispatch is not the same one; no CTA waits for it.
+// Fails if a peer's dispatch is not the same one, and records the waits for the peer. No CTA waits
+// for it.
 template <LowLatencyShape S>
 WEFT_FN void check_dispatch_begun(const Block& team, const LowLatencyDispatchArgs& a,
                                   const RankState& state, u64 epoch) {
-    LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 peer = team.lane();
-    if (state.is_living_peer<S>(peer) &&
-        await_flag(own.header, a.site, &own.inbox.dispatch_begun[peer], peer, Phase::dispatch,
-                   u32(a.call.hash) & flag_mask, epoch))
-        mark_arrived(team, own.header, Phase::dispatch, epoch, peer);
+    u32 tokens = 0;
+    if (!state.is_living_peer<S>(peer) || !await_dispatch_begun<S>(a, epoch, peer)) return;
+    mark_arrived(team, own_share<S>(a.site).header, Phase::dispatch, epoch, peer);
+    await_last_token<S>(a, epoch, peer, tokens);
 }
 
 // With gemm_push the experts' kernels store rows at the owners, so the dispatch waits for the

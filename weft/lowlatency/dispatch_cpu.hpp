@@ -144,8 +144,8 @@ template <LowLatencyShape S> void send_dispatch_begun(const LowLatencyDispatchAr
 
 template <LowLatencyShape S>
 bool await_credits(const Site& site, const Progress& progress, Phase phase) {
-    return for_living<S>(site,
-                         [&](u32 peer) { return await_credit<S>(site, progress, phase, peer); });
+    return for_living<S>(
+        site, [&](u32 peer) { return await_credit<S, true>(site, progress, phase, peer); });
 }
 
 template <LowLatencyShape S>
@@ -186,14 +186,9 @@ bool receive_metadata(const LowLatencyDispatchArgs& a, u64 epoch, u32 (&tokens)[
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const bool received = for_living<S>(a.site, [&](u32 source) {
         fault(own.header, Point::before_poll, source, epoch);
-        if (!await_flag(own.header, a.site, &own.inbox.dispatch_begun[source], source,
-                        Phase::dispatch, u32(a.call.hash) & flag_mask, epoch) ||
-            !await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[source], source,
-                          epoch, tokens[source]))
-            return false;
+        if (!await_dispatch_begun<S>(a, epoch, source)) return false;
         mark_arrived(Solo{}, own.header, Phase::dispatch, epoch, source);
-        tokens[source] = clamp_tokens<S>(tokens[source]);
-        return true;
+        return await_last_token<S>(a, epoch, source, tokens[source]);
     });
     if (!received) return false;
     for (u32 source = 0; source < S.ranks; ++source)

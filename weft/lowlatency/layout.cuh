@@ -233,18 +233,24 @@ WEFT_FN u64 credit_needed(const Progress& progress, Phase phase) {
 // Waits until the slots of a peer's inbox that the next operation of this phase uses are empty.
 // Order: after `true`, the stores of this thread, and of its team after its barrier `all`, are
 // ordered after the restored sentinels.
-template <LowLatencyShape S>
+// records: record a wait as skew, because a peer sends its credits when it begins its next
+// operation. On a GPU the coordinator's wait, which runs at the same time, contains this one.
+template <LowLatencyShape S, bool records = false>
 WEFT_FN bool await_credit(const Site& site, const Progress& progress, Phase phase, u32 peer) {
-    const u64 credit = credit_needed(progress, phase);
+    Header& header = own_share<S>(site).header;
     // Deadlines identify a round by its resulting epoch.
-    return await_flag(own_share<S>(site).header, site, credit_of<S>(site, phase, peer), peer, phase,
-                      site.descriptor, (credit + 1) & epoch_mask, credit);
+    const u64 credit = credit_needed(progress, phase), epoch = (credit + 1) & epoch_mask;
+    SpinWait spin{.is_timed = records};
+    if (!await_flag(header, site, credit_of<S>(site, phase, peer), peer, phase, site.descriptor,
+                    epoch, credit, spin))
+        return false;
+    if (spin.is_timed && spin.polls != 0) record_wait(header, phase, epoch, peer, spin.waited_ns());
+    return true;
 }
 
 // Waits for a tagged word of a peer's operation and returns its value in `value`.
 WEFT_FN bool await_tagged(Header& header, const Site& site, Phase phase, u64* at, u32 peer,
-                          u64 epoch, u32& value) {
-    SpinWait spin;
+                          u64 epoch, u32& value, SpinWait& spin) {
     for (;;) {
         const u64 word = load_relaxed(at);
         value = value_of(word);
@@ -254,15 +260,23 @@ WEFT_FN bool await_tagged(Header& header, const Site& site, Phase phase, u64* at
     }
 }
 
+WEFT_FN bool await_tagged(Header& header, const Site& site, Phase phase, u64* at, u32 peer,
+                          u64 epoch, u32& value) {
+    SpinWait spin;
+    return await_tagged(header, site, phase, at, peer, epoch, value, spin);
+}
+
 // Whether a peer combines the same dispatch. With two results alive, ranks could combine different
 // ones, and all rows would belong to the wrong result.
 template <LowLatencyShape S>
 WEFT_FN bool same_dispatch(const LowLatencyCombineArgs& a, u64 epoch, u32 peer) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     u32 dispatch_id = 0;
+    SpinWait spin{.is_timed = peer != a.site.rank};
     if (!await_tagged(own.header, a.site, Phase::combine, &own.inbox.dispatch_ids[peer], peer,
-                      epoch, dispatch_id))
+                      epoch, dispatch_id, spin))
         return false;
+    if (spin.is_timed) record_wait(own.header, Phase::combine, epoch, peer, spin.waited_ns());
     if (dispatch_id == a.dispatch_id) return true;
     fail_call(own.header, a.site, Code::other_result, peer, Phase::combine, a.dispatch_id,
               dispatch_id);
@@ -279,6 +293,38 @@ WEFT_FN void send_dispatch_id(const LowLatencyCombineArgs& a, u64 epoch, u32 pee
 // dispatch may have, nor more rows of one expert.
 template <LowLatencyShape S> WEFT_FN u32 clamp_tokens(u32 count) {
     return count < S.tokens ? count : S.tokens;
+}
+
+// Waits for a peer's dispatch to begin, and records the wait. False if the peer's call differs or
+// the wait has failed.
+template <LowLatencyShape S>
+WEFT_FN bool await_dispatch_begun(const LowLatencyDispatchArgs& a, u64 epoch, u32 peer) {
+    LowLatencyShare<S>& own = own_share<S>(a.site);
+    SpinWait spin{.is_timed = peer != a.site.rank};
+    if (!await_flag(own.header, a.site, &own.inbox.dispatch_begun[peer], peer, Phase::dispatch,
+                    u32(a.call.hash) & flag_mask, epoch, epoch, spin))
+        return false;
+    if (spin.is_timed) record_wait(own.header, Phase::dispatch, epoch, peer, spin.waited_ns());
+    return true;
+}
+
+// Waits for a peer's token count, and then for the last token's entries, which every rank gets at
+// the time of the token's row: until then the rows are in transfer. Records that wait.
+template <LowLatencyShape S>
+WEFT_FN bool await_last_token(const LowLatencyDispatchArgs& a, u64 epoch, u32 peer, u32& tokens) {
+    LowLatencyShare<S>& own = own_share<S>(a.site);
+    if (!await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[peer], peer, epoch,
+                      tokens))
+        return false;
+    tokens = clamp_tokens<S>(tokens);
+    if (peer == a.site.rank || tokens == 0) return true;
+    SpinWait spin{.is_timed = true};
+    u32 choice = 0;
+    if (!await_tagged(own.header, a.site, Phase::dispatch,
+                      &own.inbox.choices[peer][tokens - 1][S.top_k - 1], peer, epoch, choice, spin))
+        return false;
+    record_transfer(own.header, Phase::dispatch, peer, spin.waited_ns());
+    return true;
 }
 
 // The row of a source's token at one of this rank's experts.

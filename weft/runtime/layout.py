@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
-from weft.heap.header import ABI, ErrorRecord, Fault, Record, Site, header_structs
+from weft.heap.header import (
+    ABI,
+    ErrorRecord,
+    Fault,
+    PeerWaits,
+    Record,
+    Site,
+    WaitTimes,
+    header_structs,
+)
 
 P = ParamSpec("P")
 G = TypeVar("G")
@@ -21,7 +30,7 @@ T = TypeVar("T")
 LINE = 128  # bytes; alignment of the parts of a share
 CppValues = Sequence[tuple[str, int]]  # C++ expressions and their values
 # Structs of every share or call.
-COMMON_STRUCTS = (ErrorRecord, Record, Fault, Site)
+COMMON_STRUCTS = (ErrorRecord, Record, WaitTimes, PeerWaits, Fault, Site)
 # Fields of Header that C++ groups so that one 16-byte load reads them.
 STATE_MEMBERS = {"epoch": "state.epoch", "failed": "state.failed", "rows": "state.rows"}
 

@@ -32,6 +32,7 @@ from weft.errors import (
 from weft.group import Group
 from weft.group.group import format_reason
 from weft.group.membership import Progress
+from weft.group.waits import Waits
 from weft.group.wire import JSON
 from weft.heap import Heap
 from weft.heap.header import (
@@ -40,6 +41,7 @@ from weft.heap.header import (
     EXIT_REASON_BYTES,
     HOST_BITS,
     HOST_REQUESTS_LEAVE,
+    PHASES,
     CallRecord,
     ErrorRecord,
     Record,
@@ -57,6 +59,7 @@ from weft.runtime.identity import FLAG_MASK, MAX_LAYERS, describe_dispatch
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import ShareConfig
 from weft.runtime.options import RunOptions
+from weft.runtime.read_waits import read_waits
 from weft.runtime.report import (
     ABORTED,
     ALL_REDUCE,
@@ -124,6 +127,7 @@ class Operator(ABC):
     _saved_header: ctypes.Structure | None = None  # this rank's header before it fell asleep
     _has_raised = False  # whether a caller has received the error that broke the group
     _drops_repeats = False  # whether dispatch drops repeated ids of a row
+    _phase_names: Sequence[str] = ("dispatch", "combine")  # of Header.waits
     _begins_early = False  # whether a call may have begun that neither waits nor has finished
     _companions: Sequence[Companion] = ()
     _ignored_codes: Collection[int] = ()  # codes that a companion reports instead
@@ -361,6 +365,21 @@ class Operator(ABC):
             header = self._read_header(rank)
         return sorted((r for r in header.ring if r.phase), key=lambda r: (r.epoch, r.phase))
 
+    def waits(self) -> Waits:
+        """Return how long this rank has waited for each peer, by phase.
+
+        Kernels count always. Any thread may call this method: it copies the counters and stops
+        nothing, so a wait that just ends may be counted in part. A recovery sets them to zero.
+
+        Raises:
+            OutOfOrder: the object is closed.
+        """
+        with self._access:
+            self.check_open()
+            header = self._read_header()
+        ranks = self.group.host_ranks[self.group.host]
+        return read_waits(header, self.group.rank, ranks, self._phase_names)
+
     def close(self) -> None:
         """Free the memory. Waits for this rank's own work, never for a peer. Idempotent.
 
@@ -510,16 +529,19 @@ class Operator(ABC):
             header = self._read_header(rank)
         except OutOfOrder:  # closed by another thread, or asleep
             return None
-        calls = (
-            2 * (r.epoch - header.first_epoch & EPOCH_MASK) + (r.phase == COMBINE)
+        rounds = [
+            (r.epoch - header.first_epoch & EPOCH_MASK, r.phase, r.end_ns)
             for r in header.ring
             if r.phase
-        )
+        ]
+        round_number, phase, end_ns = max(rounds, default=(0, 0, 0))
         return Progress(
             wait_clock=header.waiting_ns,
-            finished=max(calls, default=0),
+            finished=2 * round_number + (phase == COMBINE),
             failed=bool(header.failed),
             begins_early=self._begins_early,
+            last_call=f"{PHASES[phase]} {round_number}" if phase else "",
+            last_end_ns=end_ns,
         )
 
     @internal

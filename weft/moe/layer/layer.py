@@ -23,6 +23,7 @@ from weft.errors import (
 )
 from weft.group import Group
 from weft.group.group import format_reason
+from weft.group.waits import Waits
 from weft.grouping.config import MAX_ROWS
 from weft.heap.header import Record
 from weft.keywords import internal
@@ -438,6 +439,10 @@ class MoE:
             rank: Rank to read. Default: this rank.
         """
         return self.exchange.history(rank)
+
+    def waits(self) -> Waits:
+        """Return how long this rank has waited for each peer; see `AllToAll.waits`."""
+        return self.exchange.waits()
 
     def __enter__(self) -> Self:
         return self
