@@ -241,8 +241,9 @@ def test_a_long_wait_is_logged_with_the_late_rank(ranks, caplog, monkeypatch):
     def body(group):
         with KINDS["pull"].open(group) as op:
             for text, call in (
-                ("in barrier for ranks to enter it: rank 1 ", group.barrier),
+                ("in barrier for ranks to enter it: rank 1 .*last in ", group.barrier),
                 ("after 0 finished rounds, for other ranks: rank 1 .*is in no call", op.round),
+                ("rank 1 .*last in barrier and combine 1 of AllToAll", group.barrier),
             ):
                 if group.rank == 1:
                     wait_until(lambda text=text: re.search(text, caplog.text), what=text)

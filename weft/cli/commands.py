@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `weft`: bench, doctor, demo, cache.
+"""The command `weft`: bench, doctor, demo, top, cache.
 
 Commands import their modules when they run, so that help and completion are quick.
 """
@@ -22,7 +22,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        if name in ("bench", "cache", "demo"):
+        if name in ("bench", "cache", "demo", "top"):
             from weft.cli.findings import require_torch
 
             require_torch()
@@ -152,6 +152,26 @@ def demo(
         is_identical = demo_kill.print_result(console, demo_kill.run(count, device, victim), victim)
     if not is_identical:
         raise typer.Exit(1)
+
+
+@app.command()
+def top(
+    interval: Annotated[float, typer.Option(help="seconds between two readings")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="print the totals once")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print all counters once")] = False,
+) -> None:
+    """Show for which rank each rank of your jobs on this machine waits."""
+    from weft.arguments import check_seconds
+    from weft.cli import top as cli_top
+    from weft.cli.options import create_console
+
+    seconds = check_seconds("interval", interval)
+    if json:
+        print(cli_top.read_json())
+    elif once:
+        cli_top.print_totals(create_console())
+    else:
+        cli_top.show(create_console(), seconds)
 
 
 @cache.command("list")

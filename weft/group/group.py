@@ -34,6 +34,7 @@ from weft.group.membership import Lifecycle, Roster
 from weft.group.messages import Creation, Messages
 from weft.group.recovery import GroupRecovery
 from weft.group.sleep import GroupSleep, LocalBuffers, SymmetricMemory
+from weft.group.status import STATUS_SERVER
 from weft.group.torch_groups import ManagedProcessGroup, TorchControl
 from weft.group.waits import CONTROL, Waits
 from weft.group.wire import JSON
@@ -102,6 +103,7 @@ class Group:
             control.describe_activity = self._roster.describe_activity
             if self.size > 1 and not threads and not is_replacement:
                 self._recovery.watch(control)
+        STATUS_SERVER.add(self)
 
     @classmethod
     def from_meeting(
@@ -270,6 +272,7 @@ class Group:
 
         action = f"connecting the ranks of one host, {list(ranks[index])} numbered from 0,"
         self._local, rail = self.run_collective(connect, action=action)
+        STATUS_SERVER.remove(self._local)  # this group reports its operators
         # torch numbers the ranks of the rail by rank, which need not be the order of hosts.
         world, local_rank = dist.get_process_group_ranks(parent), ranks[index].index(self.rank)
         peers = tuple(world[host_ranks[local_rank]] for host_ranks in ranks)
@@ -786,6 +789,7 @@ class Group:
         if self._recovery.closed:
             return
         self._recovery.closed = True
+        STATUS_SERVER.remove(self)
         for member in self._roster.members().values():
             member.announce_leave(reason or "closed its group", drain=reason is None)
         self._recovery.close(reason)

@@ -23,6 +23,7 @@ from weft.group import Group
 from weft.leases import Leasable, Lease, lease
 from weft.moe import MoE
 from weft.plugins.faults import Watch
+from weft.plugins.metrics import Exporter
 from weft.plugins.settings import Settings, compute_first_timeout
 from weft.plugins.weights import (
     Layer,
@@ -92,6 +93,7 @@ class Blocks:
         self._exchanges: dict[tuple[int, tuple[Payload, ...] | None], tuple[Any, AllToAll]] = {}
         self._num_invalid_inputs = 0
         self.watch: Watch | None = None  # closed by `close`
+        self._exporter = Exporter.start(group)
 
     def log_layers(self, label: str) -> None:
         """Log on rank 0 that weft runs the layers described by `label`."""
@@ -384,6 +386,8 @@ class Blocks:
         """Free all memory and the group. Local and idempotent."""
         if self.watch is not None:
             self.watch.close()
+        if self._exporter is not None:
+            self._exporter.close()
         for leased in self._leases:
             try:
                 leased.close()

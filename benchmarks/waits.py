@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost of recorded waits: the same calls by two versions of weft, in turns.
+
+    git archive BASE weft | tar -x -C build/base
+    python benchmarks/waits.py build/base --ranks 4 --json waits.json
+
+Prints the median time of a round of each operator and size, and the ratio of the two versions.
+Ranks that share a GPU take turns on it, so only ranks with a GPU each show a cost below 1 %.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENS = (1, 8, 128)
+REPLAYS, ROUNDS, TURNS = 40, 10, 3  # of a turn; of a graph; of each version
+
+
+def measure(group: Any) -> dict[str, list[float]]:
+    """Return the times of rounds in microseconds, by operator and tokens."""
+    import torch
+
+    import weft
+    from weft.bench import harness
+
+    device, times = group.device, {}
+    sizes = {"max_tokens": max(TOKENS), "top_k": 8, "num_experts": 256, "hidden": 7168}
+
+    def time_rounds(name: str, body: Any) -> None:
+        def rounds() -> None:
+            for _ in range(ROUNDS):
+                body()
+
+        body()
+        torch.cuda.synchronize()
+        group.barrier()
+        graph = harness.capture(rounds)
+        samples = []
+        for _ in range(REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            group.barrier()
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            samples.append(start.elapsed_time(end) * 1000 / ROUNDS)
+        times[name] = samples[REPLAYS // 4 :]
+
+    def measure_size(tokens: int, generator: torch.Generator) -> None:
+        x = torch.ones(tokens, 7168, dtype=torch.bfloat16, device=device)
+        ids = torch.rand(tokens, 256, generator=generator).topk(8).indices.to(device)
+        weights = torch.full((tokens, 8), 0.125, device=device)
+        for combine in ("pull", "push"):
+            with weft.AllToAll(group, combine=combine, **sizes) as a2a:
+
+                def exchange(a2a: Any = a2a) -> None:
+                    a2a.dispatch(x, ids, weights)
+                    a2a.combine()
+
+                time_rounds(f"all-to-all, {combine}, {tokens}", exchange)
+        with weft.LowLatencyAllToAll(group, reduce="receiver", **sizes) as low:
+            shape = (256 // group.size, group.size * max(TOKENS), 7168)
+            y = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
+            def exchange_low_latency() -> None:
+                low.combine(y, ids, weights, low.dispatch(x, ids, weights).handle)
+
+            time_rounds(f"low latency, {tokens}", exchange_low_latency)
+        with weft.AllReduce(group, max_tokens=max(TOKENS), hidden=7168) as reduce:
+            time_rounds(f"all-reduce, {tokens}", lambda: reduce.fused(x, out=True))
+
+    generator = torch.Generator().manual_seed(group.rank)
+    for tokens in TOKENS:
+        measure_size(tokens, generator)
+    return times
+
+
+def run_version(tree: Path, ranks: int) -> dict[str, list[float]]:
+    """Measure one version in its own process."""
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    command = [sys.executable, __file__, str(tree), "--ranks", str(ranks), "--measure"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/")
+    if done.returncode != 0:
+        raise SystemExit(f"{tree} failed:\n{done.stdout}\n{done.stderr}")
+    times: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return times
+
+
+def main() -> None:
+    """Measure both versions in turns, and print their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("base", type=Path, help="folder with the package weft of the base version")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        import weft
+
+        reports = weft.launch(measure, ranks=options.ranks, device="cuda", timeout=300.0)
+        print(json.dumps(reports[0]))
+        return
+    trees = {"base": options.base.resolve(), "new": ROOT}
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in trees}
+    for _ in range(TURNS):
+        for name, tree in trees.items():
+            for case, samples in run_version(tree, options.ranks).items():
+                times[name].setdefault(case, []).extend(samples)
+    print(f"{'case':30} {'base us':>9} {'new us':>9} {'ratio':>7}")
+    for case in times["base"]:
+        base, new = (statistics.median(times[name][case]) for name in trees)
+        print(f"{case:30} {base:9.2f} {new:9.2f} {new / base:7.3f}")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"ranks": options.ranks, "us": times}))
+
+
+if __name__ == "__main__":
+    main()
