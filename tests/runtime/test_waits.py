@@ -112,6 +112,19 @@ def test_every_round_is_counted(group: weft.Group, name: str, device: str) -> No
         assert list(group.waits()) == ["control", next(iter(group.members()))]
 
 
+@on_ranks(2, "cpu")
+def test_counters_survive_sleep_and_are_read_meanwhile(group: weft.Group) -> None:
+    with KINDS["pull"].open(group) as op:
+        op.rounds(3)
+        peers = op.operator.waits().peers
+        group.sleep()
+        assert op.operator.waits().peers == peers
+        group.wake()
+        assert op.operator.waits().peers == peers
+        op.round()
+        assert waits_of(op.operator)[1 - group.rank].skew.count == 4
+
+
 @pytest.mark.parametrize("name", ["pull", "push"])
 @on_ranks(2, "cpu", "cuda")
 def test_a_rank_that_begins_late_is_told_from_one_that_sends_late(group, name):

@@ -43,7 +43,8 @@ class PeerWaits:
     Attributes:
         peer: Rank in the group.
         phase: "dispatch", "combine" or "all-reduce" of an operator; "control" of a group.
-        round: Number of the round of the last wait, starting at 1; of a group, of the control call.
+        round: Number of the round of the last wait, starting at 1 and again after a recovery; of a
+            group, of the control call.
         skew: Waits until the peer began. Includes waits of zero duration: what this rank waited for
             had already arrived.
         transfer: Waits for rows after the peer had begun. Only nonzero waits.
@@ -81,7 +82,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Waits of one rank for its peers since the operator was created or last recovered.
+    """Waits of one rank for its peers since the operator was created.
 
     Attributes:
         rank: This rank.

@@ -124,7 +124,7 @@ class Exporter:
             metrics.between.labels(*of_phase).set(phase_times.between_seconds)
 
     def _advance(self, counter: Any, labels: tuple[str, ...], value: float) -> None:
-        """Add the increase of a value to a counter. A recovery restarts the value at zero."""
+        """Add the increase of a value, which new processes of a recovery may set back to 0."""
         key = (counter, *labels)
         before = self._seen[key] if value >= self._seen[key] else 0.0
         self._seen[key] = value

@@ -209,7 +209,7 @@ class Operator(ABC):
         living = header.living
         before = self._saved_header or self._read_header(local.rank)  # zeros at creation
         living[:] = rank_set_words(self.living_mask, len(living))
-        header.refusals = before.refusals
+        header.refusals, header.waits = before.refusals, before.waits
         header.reported[:] = [
             reported & ~alive for reported, alive in zip(before.reported, living, strict=True)
         ]
@@ -369,14 +369,14 @@ class Operator(ABC):
         """Return how long this rank has waited for each peer, by phase.
 
         Kernels count always. Any thread may call this method: it copies the counters and stops
-        nothing, so a wait that just ends may be counted in part. A recovery sets them to zero.
+        nothing, so a wait that just ends may be counted in part.
 
         Raises:
             OutOfOrder: the object is closed.
         """
         with self._access:
             self.check_open()
-            header = self._read_header()
+            header = self._saved_header or self._read_header()
         ranks = self.group.host_ranks[self.group.host]
         return read_waits(header, self.group.rank, ranks, self._phase_names)
 
