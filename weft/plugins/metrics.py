@@ -9,6 +9,7 @@ each rank copies the counters of its operators there.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import os
@@ -71,6 +72,7 @@ class Exporter:
         self._metrics = _metrics
         self._thread = threading.Thread(target=self._run, name="weft-metrics", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     @classmethod
     def start(cls, group: Group) -> Exporter | None:
@@ -84,6 +86,7 @@ class Exporter:
         if not self._stopped.is_set():
             self._stopped.set()
             self._thread.join(_JOIN_SECONDS)
+            atexit.unregister(self.close)
 
     def _run(self) -> None:
         try:
