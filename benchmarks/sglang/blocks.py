@@ -304,8 +304,9 @@ def compare_on_gpu(group: weft.Group, task: Task) -> bool:
     def build(name: str, variant: str, shape: Shape) -> tuple[Callable[..., Any], Formula]:
         """Build a block as SGLang's loader does, and return its forward function and formula."""
         options = {"variant": variant} if name.startswith("deepseek_v4") else {}
-        with torch.device("cuda"), use_backend(variant):
-            block, formula = BLOCKS[name](shape, **options)
+        with use_backend(variant), bfloat16_by_default():
+            with torch.device("cuda"):
+                block, formula = BLOCKS[name](shape, **options)
             for module in block.modules():
                 method = getattr(module, "quant_method", None)
                 if hasattr(method, "process_weights_after_loading"):
@@ -320,8 +321,7 @@ def compare_on_gpu(group: weft.Group, task: Task) -> bool:
 
         return run, formula
 
-    with torch.device("cuda"):
-        return moe_blocks.on_gpu(task, build, engine.close)
+    return moe_blocks.on_gpu(task, build, engine.close)
 
 
 def add_to_weft(block: nn.Module, flags: Any) -> None:

@@ -60,11 +60,17 @@ def set_up(group: weft.Group, device: str = "cpu") -> Any:
         init_distributed_environment(group.size, group.rank, "env://", group.rank, backend)
         initialize_model_parallel()
     config.model_config = SimpleNamespace(
-        dtype=torch.bfloat16, enforce_eager=True, enable_sleep_mode=False, hf_config=None
+        dtype=torch.bfloat16,
+        enforce_eager=True,
+        enable_sleep_mode=False,
+        hf_config=None,
+        quantization_config=None,
     )
     if device == "cuda":
         config.compilation_config.max_cudagraph_capture_size = DECODE
         config.scheduler_config.max_num_batched_tokens = PREFILL
+        # Nothing is compiled here, so the layers need vLLM's own kernels of small operations.
+        config.compilation_config.custom_ops = ["all"]
     return config
 
 
@@ -223,8 +229,8 @@ def compare_on_gpu(group: weft.Group, task: Task) -> bool:
 
     def build(name: str, variant: str, shape: Shape) -> tuple[Callable[..., Any], Formula]:
         """Build a block as vLLM's loader does, and return its forward function and formula."""
-        with torch.device("cuda"), use_backend(variant, config):
-            block, formula = build_block(name, config, shape, variant)
+        with use_backend(variant, config):
+            block, formula = build_block(name, config, shape, variant, "cuda")
 
         def run(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             with set_forward_context(None, config, len(x)):
@@ -232,18 +238,18 @@ def compare_on_gpu(group: weft.Group, task: Task) -> bool:
 
         return run, formula
 
-    with torch.device("cuda"):
-        return moe_blocks.on_gpu(task, build, engine.close)
+    return moe_blocks.on_gpu(task, build, engine.close)
 
 
-def build_block(name: str, config: Any, shape: Shape, root: str) -> Block:
+def build_block(name: str, config: Any, shape: Shape, root: str, device: str = "cpu") -> Block:
     """Build a block and process its weights, as vLLM's loader does."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-        block, formula = BLOCKS[name](config, shape, root)
+        with torch.device(device):
+            block, formula = BLOCKS[name](config, shape, root)
         for module in block.modules():
             if isinstance(getattr(module, "quant_method", None), QuantizeMethodBase):
                 module.quant_method.process_weights_after_loading(module)
