@@ -2,9 +2,11 @@
 """Every command runs on CPU ranks and exits with the right code."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import weft
+from tests.operators import KINDS
+from tests.ranks import run_ranks
 from weft.cli import demo, demo_kill, report
 from weft.jit.cache import Cache, build_key
 
@@ -41,6 +45,29 @@ def test_bench(weft_command, threads, tmp_path, command, options, rows):
         assert peers["torch all-gather"] == "has no equivalent", "mxfp8"
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
         assert json.loads((tmp_path / "trace.json").read_text())["metadata"]["tokens_per_rank"] == 8
+
+
+def test_top_shows_the_rank_that_others_wait_for(weft_command):
+    printed = []
+
+    def body(group):
+        with KINDS["oneshot"].open(group) as op:
+            for _ in range(5):
+                group.barrier()
+                if group.rank == 1:
+                    time.sleep(0.02)
+                op.round()
+            group.barrier()
+            if group.rank == 0:
+                printed.extend(weft_command("top", option) for option in ("--once", "--json"))
+            group.barrier()
+
+    run_ranks(2, "threads", body)
+    (code, table, _), (_, counters, _) = printed
+    assert code == 0
+    assert re.search(r" 0/2 .* all-reduce +5 .* rank 1 ", table), table
+    waits = [g["waits"] for p in json.loads(counters)["processes"] for g in p["groups"]]
+    assert any("control" in each and len(each) > 1 for each in waits)
 
 
 def test_a_wrong_exchange_is_not_timed(weft_command, threads, tmp_path):
