@@ -70,7 +70,7 @@ A2A = {
     "num_experts": kind_of_values(*WHOLE, 0, -1, 1, 1 << 17),
     "hidden": kind_of_values(*WHOLE, 0, -1, 12, 1 << 21),
 }
-WIRES = {**WORDS, "combine": WORD.optional(), "stats": AMOUNT}
+WIRES = {**WORDS, "combine": WORD.optional(), "reduce": WORD, "stats": AMOUNT}
 LOW = {
     **{**WORDS, **ROUTED, "scale": WORD, "reduce": WORD.optional(), "combine": WORD},
     "max_tokens": kind_of_values(*WHOLE, 0, -1, 8193),

@@ -19,6 +19,7 @@ MAX_TOP_K = 32
 MAILBOX_BYTES = 4096  # size of the page of host memory that the kernels of a rank can write
 FP8_BLOCK = 128  # number of columns per scale
 COMBINES = ("pull", "push", "push_fp8", "gemm_push")  # weft::Combine
+REDUCES = ("receiver", "sender")  # weft::Reduce
 QUANTS = ("none", "fp8", "mxfp8")
 MAX_ROW_BYTES = 1 << 24
 
@@ -46,6 +47,7 @@ class Shape:
         quant: Quantization of the first payload by dispatch: "none", "fp8" or "mxfp8".
         mapped: Whether a table maps experts to ranks instead of contiguous blocks.
         stats: Number of statistics per rank, sent to all ranks with its tokens, 0..2^20.
+        reduce: Rounding of the sum with gemm_push: "sender" or "receiver".
 
     Raises:
         InvalidArgument: a size is out of range; names the size and its limits.
@@ -62,6 +64,7 @@ class Shape:
     quant: Annotated[str, Choice("quantize", QUANTS, "weft::Quant")] = "none"
     mapped: bool = False
     stats: Annotated[int, Size("stats", 0, 1 << 20)] = 0
+    reduce: Annotated[str, Choice("reduce", REDUCES, "weft::Reduce")] = "sender"
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -21,7 +21,7 @@ from tests.mutations import COMBINE_FP8 as FAULTS
 from tests.patience import hurry
 from tests.ranks import on_ranks
 from tests.rounds import Round, bits, drop_refusals, play
-from tests.sending import return_by_scatter, return_by_store, round_trip
+from tests.sending import return_by_scatter, return_by_send, return_by_store, round_trip
 from weft.errors import PeerTimeout
 from weft.grouping.operator import ExpertGroups
 from weft.runtime.timeline import read_timeline
@@ -118,6 +118,29 @@ def test_gemm_push_has_the_bits_of_push(group, case):
             turn = case.turned(seed)
             expected = round_trip(other, others, turn, return_by_scatter)
             assert torch.equal(bits(round_trip(a2a, groups, turn, return_by_store)), bits(expected))
+        a2a.check()
+
+
+@pytest.mark.parametrize("case", CHOICES, ids=lambda case: f"top {case.top_k} of {case.experts}")
+@on_ranks(RANKS, "threads", "emulated", "cuda")
+def test_a_receiver_adds_all_rows_in_top_k_order(group, case):
+    with case.open(group, 8, combine="gemm_push", reduce="receiver", split_phase=True) as a2a:
+        groups = ExpertGroups(a2a)
+        for seed in range(4):
+            turn = case.turned(seed)
+            out = round_trip(a2a, groups, turn, return_by_send)
+            x, ids, weights, add = turn.inputs_of(group.rank, group.device)
+            rows = a2a.heap.tensor(
+                (8, case.top_k, case.hidden), case.dtype, offset=a2a.config.offsets.returned
+            )
+            total = torch.zeros_like(x, dtype=torch.float32)
+            for k in range(case.top_k):
+                row = weights[:, k, None] * rows[: len(x), k].float()
+                valid = (ids[:, k, None] >= 0) & (ids[:, k, None] < case.experts)
+                total = torch.where(valid, total + row, total)
+            expected = total + add.float() if case.add else total
+            assert torch.equal(bits(out), bits(expected.to(case.dtype)))
+            assert bool(out.any()) == bool(len(x))
         a2a.check()
 
 

@@ -49,6 +49,13 @@ def test_invalid_input_is_refused_on_the_host(group):
     a2a.close()
 
 
+@on_ranks(1, "threads")
+def test_a_receiver_needs_single_rows(group):
+    for combine in (None, "push"):
+        call = partial(weft.AllToAll, group, reduce="receiver", combine=combine, **SIZES)
+        refused(InvalidArgument, call, "reduce is 'receiver'", "use combine='gemm_push'")
+
+
 @on_ranks(3, "threads")
 def test_ranks_that_disagree_raise_at_creation(group):
     for name, one, other in (("hidden", 16, 32), ("stats", 5, 6)):

@@ -172,6 +172,7 @@ KERNELS = {
         replace(FEW, row_bytes=(7168, 224), combine="push_fp8", quant="fp8"), PUSHED_FP8
     ),
     "gemm_push": lambda: all_to_all(replace(FEW, combine="gemm_push")),
+    "gemm_push, receiver": lambda: all_to_all(replace(FEW, combine="gemm_push", reduce="receiver")),
     "low latency": low_latency,
     "low latency, reduced, fp8 combine": lambda: low_latency(reduce="sender", combine_fp8=True),
     "low latency, gemm_push": lambda: low_latency(gemm_push=True),

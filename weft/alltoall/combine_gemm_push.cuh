@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The receiver of combine by gemm_push: the kernels that compute the experts' rows have stored them
-// into this rank's inbox, where they are weighted and summed. The sum of each rank's rows is
-// rounded as on that rank, so the bits are those of pull.
+// into this rank's inbox, where they are weighted and summed. With Reduce::sender, the sum of each
+// rank's rows is rounded as on that rank, so the bits are those of pull. With Reduce::receiver, all
+// rows are summed in top-k order and rounded once, so the bits do not depend on their ranks.
 #pragma once
 #include <weft/alltoall/phases.cuh>
 #include <weft/device/copy.cuh>
@@ -15,7 +16,7 @@ constexpr u32 expert_rows_in_flight = 8;
 struct Choice {
     u32 rank;  // max_ranks for none
     float weight;
-    u32 order;  // position in the sum: by rank, then by entry
+    u32 order;  // position in the sum: by entry; with Reduce::sender by rank, then by entry
 };
 
 template <Shape S>
@@ -25,29 +26,36 @@ WEFT_FN Choice load_choice(const Share<S>& own, u32 token, RankSet destinations,
         c.rank = own.saved_routing.rank[token][k];
         c.weight = own.saved_routing.weight[token][k];
     }
+    const u32 key = S.reduce == Reduce::sender ? c.rank : c.rank == max_ranks;
 #pragma unroll
     for (u32 j = 0; j < S.top_k; ++j) {
-        const u32 other = __shfl_sync(all_lanes, c.rank, j);
-        c.order += other < c.rank || (other == c.rank && j < k);
+        const u32 other = __shfl_sync(all_lanes, key, j);
+        c.order += other < key || (other == key && j < k);
     }
     return c;
 }
 
-// The sum of one lane's columns: of the current rank, and of all ranks before it.
-template <DType D> struct RankSums {
-    static constexpr u32 width = elements_in_vector(D);
+// The sum of one lane's columns. With Reduce::sender, `total` is that of the ranks before the
+// current one.
+template <Shape S> struct RowSums {
+    static constexpr u32 width = elements_in_vector(S.dtype);
     float total[width] = {}, part[width] = {};
     u32 rank = max_ranks;
 
     WEFT_FN void close_rank() {
-        add_vector<D>(total, round_vector<D>(part));
+        add_vector<S.dtype>(total, round_vector<S.dtype>(part));
 #pragma unroll
         for (u32 i = 0; i < width; ++i) part[i] = 0.0f;
     }
     WEFT_FN void add(u32 from, float weight, uint4 v) {
-        if (from != rank) close_rank();
+        if (S.reduce == Reduce::sender && from != rank) close_rank();
         rank = from;
-        add_weighted<D>(part, weight, v);
+        add_weighted<S.dtype>(part, weight, v);
+    }
+    WEFT_FN float (&finish()) [width] {
+        if constexpr (S.reduce == Reduce::receiver) return part;
+        close_rank();
+        return total;
     }
 };
 
@@ -55,7 +63,7 @@ template <DType D> struct RankSums {
 // added.
 template <Shape S>
 WEFT_FN void add_expert_rows(const Choice& c, const uint4* row, bool loads, u32 first, u32 count,
-                             RankSums<S.dtype>& sums) {
+                             RowSums<S>& sums) {
     constexpr u32 in_flight = S.top_k < expert_rows_in_flight ? S.top_k : expert_rows_in_flight;
     constexpr u32 vectors = S.out_bytes() / 16;
     uint4 data[in_flight];
@@ -73,8 +81,8 @@ WEFT_FN void add_expert_rows(const Choice& c, const uint4* row, bool loads, u32 
     }
 }
 
-// out[token] = the sum over ranks, in rank order, of each rank's rounded sum, then `add`, rounded
-// once. Whole warps stay together, because each lane holds one entry.
+// out[token] = the sum of its rows in their order, then `add`, rounded once. Whole warps stay
+// together, because each lane holds one entry.
 template <Shape S>
 WEFT_FN void reduce_expert_rows(const Block& team, const CombineArgs& a, u32 token,
                                 RankSet destinations) {
@@ -87,15 +95,14 @@ WEFT_FN void reduce_expert_rows(const Block& team, const CombineArgs& a, u32 tok
          start += gridDim.y * team.lanes()) {
         const u32 v = start + team.warp_lane();
         const u64 at = u64(token) * vectors + v;
-        RankSums<S.dtype> sums;
+        RowSums<S> sums;
 #pragma unroll
         for (u32 first = 0; first < S.top_k; first += expert_rows_in_flight)
             add_expert_rows<S>(c, rows + v, v < vectors, first, count, sums);
-        sums.close_rank();
+        auto& total = sums.finish();
         if (v >= vectors) continue;
-        if (a.add)
-            add_vector<S.dtype>(sums.total, load_input(static_cast<const uint4*>(a.add) + at));
-        static_cast<uint4*>(a.out)[at] = round_vector<S.dtype>(sums.total);
+        if (a.add) add_vector<S.dtype>(total, load_input(static_cast<const uint4*>(a.add) + at));
+        static_cast<uint4*>(a.out)[at] = round_vector<S.dtype>(total);
     }
 }
 

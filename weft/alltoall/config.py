@@ -178,6 +178,7 @@ class AllToAllSpec(ExchangeSpec):
 
     payloads: Sequence[Payload] | None = None
     stats: int = 0
+    reduce: str = "sender"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,13 @@ class AllToAllConfig(HostsConfig):
             combine=mode,
             quant=quantize or "none",
             mapped=spec.expert_map is not None,
+            reduce=spec.reduce,
         )
+        if shape.reduce == "receiver" and mode != "gemm_push":
+            raise InvalidArgument(
+                f"reduce is 'receiver' with combine={spec.combine!r}, where each rank adds its own "
+                "experts' rows: use combine='gemm_push', or leave reduce out"
+            )
         if shape.top_k > num_experts:
             raise InvalidArgument(
                 f"top_k is {spec.top_k}, but the layer has {num_experts} experts (num_experts)"

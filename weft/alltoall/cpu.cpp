@@ -115,19 +115,17 @@ template <Shape S, PhasePart part = PhasePart::whole> void dispatch(const Dispat
 
 constexpr u32 block_columns = 256;  // of one partial sum, which stays in the L1 cache
 
-// Adds the rows of one peer's experts, summed and rounded as on that peer.
+// Adds the rows of some peers' experts, in top-k order.
 template <Shape S, u32 count>
-void add_expert_rows(float (&sum)[count], const Site& site, u32 peer, u32 token, u32 at) {
-    using Element = Bits<S.dtype>;
+void add_expert_rows(float (&sum)[count], const Site& site, RankSet peers, u32 token, u32 at) {
     const Share<S>& own = own_share<S>(site);
-    float part[count] = {};
     for (u32 k = 0; k < S.top_k; ++k) {
-        if (own.saved_routing.rank[token][k] != peer) continue;
+        const u32 rank = own.saved_routing.rank[token][k];
+        if (rank == max_ranks || !has(peers, rank)) continue;
         const u8* row = own.inbox.returned.row[token][k];
-        add_weighted<S.dtype>(part, own.saved_routing.weight[token][k],
-                              reinterpret_cast<const Element*>(row) + at);
+        add_weighted<S.dtype>(sum, own.saved_routing.weight[token][k],
+                              reinterpret_cast<const Bits<S.dtype>*>(row) + at);
     }
-    for (u32 i = 0; i < count; ++i) sum[i] += widen<S.dtype>(narrow<S.dtype>(part[i]));
 }
 
 // Adds one peer's row, from the buffer that the Shape's combine uses; false when a wait has failed.
@@ -138,7 +136,11 @@ bool add_row(float (&sum)[count], const CombineArgs& a, u32 peer, u32 token, u32
         const u8* row = share<S>(site, peer).outbox.row[slot_of(a.source_rows, site.rank, token)];
         add_block<S.dtype>(sum, reinterpret_cast<const Bits<S.dtype>*>(row) + at);
     } else if constexpr (S.combine == Combine::gemm_push) {
-        add_expert_rows<S>(sum, site, peer, token, at);
+        float part[count] = {};  // rounded as on that peer
+        RankSet peers{};
+        add(peers, peer);
+        add_expert_rows<S>(part, site, peers, token, at);
+        for (u32 i = 0; i < count; ++i) sum[i] += widen<S.dtype>(narrow<S.dtype>(part[i]));
     } else if constexpr (S.combine == Combine::push) {
         const u8* row = own_share<S>(site).inbox.returned.row[peer][token];
         add_block<S.dtype>(sum, reinterpret_cast<const Bits<S.dtype>*>(row) + at);
@@ -157,15 +159,19 @@ template <Shape S, u32 count> bool reduce_block(const CombineArgs& a, u32 token,
     const RankSet destinations = own_share<S>(a.site).destinations[token];
     const u64 in_output = u64(token) * S.hidden + at;
     float sum[count] = {};
-    for (u32 peer = 0; peer < S.ranks; ++peer)
-        if (has(destinations, peer) && !add_row<S>(sum, a, peer, token, at)) return false;
+    if constexpr (S.reduce == Reduce::receiver)
+        add_expert_rows<S>(sum, a.site, destinations, token, at);
+    else
+        for (u32 peer = 0; peer < S.ranks; ++peer)
+            if (has(destinations, peer) && !add_row<S>(sum, a, peer, token, at)) return false;
     if (a.add) add_block<S.dtype>(sum, static_cast<const Element*>(a.add) + in_output);
     Element* out = static_cast<Element*>(a.out) + in_output;
     for (u32 i = 0; i < count; ++i) out[i] = narrow<S.dtype>(sum[i]);
     return true;
 }
 
-// out[token] = the sum of its ranks' rows in rank order, in fp32, then `add`, rounded once.
+// out[token] = the sum of its ranks' rows in rank order, or with Reduce::receiver of its experts'
+// rows in top-k order, in fp32, then `add`, rounded once.
 template <Shape S> bool reduce_token(const CombineArgs& a, u32 token) {
     constexpr u32 rest = S.hidden % block_columns, whole = S.hidden - rest;
     for (u32 at = 0; at < whole; at += block_columns)

@@ -25,8 +25,9 @@ struct Shape {
     u32 row_bytes[max_planes];  // bytes of one token's row of each
     Combine combine = Combine::pull;
     Quant quant = Quant::none;
-    bool mapped = false;  // experts are placed by a table, not in contiguous blocks
-    u32 stats = 0;        // integers that each rank sends to all ranks with its tokens
+    bool mapped = false;             // experts are placed by a table, not in contiguous blocks
+    u32 stats = 0;                   // integers that each rank sends to all ranks with its tokens
+    Reduce reduce = Reduce::sender;  // receiver: only with gemm_push
 
     constexpr u32 padded_top_k() const { return (top_k + 3) / 4 * 4; }  // whole 16-byte vectors
     constexpr u32 pitch(u32 plane) const { return (row_bytes[plane] + 15) / 16 * 16; }

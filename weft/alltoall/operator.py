@@ -82,6 +82,9 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
             computes a row stores it at the owner (`Grouped.dst_addr`). All are exact.
         combine_dtype: "fp8": rows are pushed as FP8 with one scale for 128 columns. None: rows are
             sent in `dtype`.
+        reduce: "sender": each rank's sum is rounded to `dtype`, and these sums are added in rank
+            order. "receiver", which needs combine="gemm_push": all rows of a token are added in
+            fp32 in top-k order, so that the bits do not depend on the placement of experts.
         split_phase: Also build `dispatch_send`, `dispatch_recv`, `combine_send` and `combine_recv`.
         stats: Number of int32 values that each rank sends to all in every dispatch.
         num_sms: Number of SMs that the kernels may use. Default: all.
@@ -116,6 +119,7 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
         quantize: str | None = None,
         combine: str | None = None,
         combine_dtype: str | None = None,
+        reduce: str = "sender",
         split_phase: bool = False,
         stats: int = 0,
         num_sms: int | None = None,

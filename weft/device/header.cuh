@@ -18,6 +18,9 @@ enum class DType : u32 { bf16 = 0, fp16 = 1, fp32 = 2 };
 enum class Phase : u32 { dispatch = 1, combine = 2 };
 // A phase runs as one kernel, or split into a sending and a receiving kernel.
 enum class PhasePart : u32 { whole = 0, send = 1, recv = 2 };
+// Which sum of a token's rows is rounded: the one at the token's owner, over all rows in top-k
+// order (receiver), or in addition each rank's sum over its own experts' rows (sender).
+enum class Reduce : u32 { receiver = 0, sender = 1 };
 // What a CTA does in a kernel of several roles (roles.cuh); trace records hold the number.
 enum class CtaRole : u32 { metadata = 0, sender = 1, receiver = 2, coordinator = 3 };
 enum class Code : u32 {

@@ -30,7 +30,7 @@ from weft.placement import Placement, build_placement
 from weft.runtime.check import check_tensor, check_tokens, check_topk
 from weft.runtime.layout import LINE, CppValues, Memory, build_size_function, cpp_offset, round_up
 from weft.runtime.options import ExchangeSpec
-from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K
+from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K, REDUCES
 
 MAX_TOKENS, MAX_LOCAL_EXPERTS, MAX_EXPERTS = 8192, 1024, 4096
 CHUNK_TOKENS = 24  # chunk_tokens in lowlatency/layout.cuh
@@ -38,7 +38,6 @@ MAX_COUNTERS = 8192  # ranks x local experts: a CTA has a counter for each in sh
 GROUPS = (32, 64, 128)
 SCALES = ("fp32_row", "fp32_col", "ue8m0")
 RECIPES = ("weft", "deep_ep", "triton_dist", "quantised")
-REDUCES = ("receiver", "sender")
 QUANTS = (None, "fp8")
 COMBINES = ("push", "gemm_push")
 COMBINE_DTYPES = (None, "fp8")

@@ -22,9 +22,6 @@ enum class Scales : u32 { fp32_row = 0, fp32_col = 1, ue8m0 = 2 };
 // library that weft.compat imitates. quantised: the input rows of a dispatch are FP8 already,
 // because they arrived from another host: values, then scales in fp32, padded to whole vectors.
 enum class Recipe : u32 { weft = 0, deep_ep = 1, triton_dist = 2, quantised = 3 };
-// Which rank weights and adds rows: the token's owner (receiver), or each expert's rank for its own
-// rows (sender).
-enum class Reduce : u32 { receiver = 0, sender = 1 };
 
 // A tagged word has the epoch of its round: epoch 40 | value 24. All ones is never written.
 constexpr u32 tagged_bits = 24;
