@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference implementation of the grouped GEMM in torch; also the implementation for CPUs."""
+"""Reference implementation of the grouped GEMM in torch; also the implementation for CPUs.
+
+A row's bits depend on that row alone, as on GPUs. torch's products choose kernels by the number of
+rows, and its elementwise functions round the last elements of a tensor differently, so the product
+is weft's own and rows are gated one by one.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +22,13 @@ from weft.gemm.mxfp4 import unpack_mxfp4
 from weft.jit import compile_shared
 from weft.reference import dequantize, quantize
 
-PUSH_SOURCE = """\
+CPU_SOURCE = """\
+#include <weft/gemm/multiply_cpu.cpp>
 #include <weft/gemm/push_cpu.cpp>
+extern "C" void multiply(const float* x, const float* weights, float* out, weft::u64 rows,
+                         weft::u64 n, weft::u64 columns) {
+    weft::multiply(x, weights, out, rows, n, columns);
+}
 extern "C" void push_rows(const weft::u64* dst_addr, const weft::u8* from, weft::u64 rows,
                           weft::u64 bytes, weft::u64 fp32, weft::u32* abort_flag) {
     (fp32 ? weft::push_rows<weft::DType::fp32> : weft::push_rows<weft::DType::bf16>)(
@@ -46,14 +56,18 @@ def _multiply(call: GemmCall, expert: int, first: int, count: int) -> torch.Tens
             weights = unpack_mxfp4(w.unsqueeze(0), call.b_scale[expert].unsqueeze(0))[0]
         else:
             weights = dequantize(w, call.b_scale[expert].repeat_interleave(128, dim=0))
-        y = dequantize(x, call.a_scale[rows]) @ weights.T
+        x = dequantize(x, call.a_scale[rows])
     else:
-        y = x.float() @ w.float().T
+        x, weights = x.float(), w.float()
+    x, weights = x.contiguous(), weights.contiguous()
+    y = x.new_empty((count, len(weights)))
+    pointers = x.data_ptr(), weights.data_ptr(), y.data_ptr()
+    _load_functions().multiply(*pointers, *y.shape, x.shape[1])
     return y if call.bias is None else y + call.bias[expert].float()
 
 
 def apply_gating(gating: Gated, y: torch.Tensor) -> torch.Tensor:
-    """Apply a gating to gate and up `[rows, n]` in fp32; the result is `[rows, n / 2]`."""
+    """Apply a gating to gate and up `[..., n]` in fp32; the result is `[..., n / 2]`."""
     g, u = y.chunk(2, dim=-1)
     if gating.limit is not None:
         g, u = g.clamp(max=gating.limit), u.clamp(-gating.limit, gating.limit)
@@ -72,7 +86,7 @@ def _store(call: GemmCall, y: torch.Tensor, first: int) -> None:
         _push(epilogue, rows, y.to(call.out_dtype))
         return
     if isinstance(epilogue, Gated):
-        y = apply_gating(epilogue, y)
+        y = torch.stack([apply_gating(epilogue, row) for row in y])
     elif epilogue.activation == "relu2":
         y = torch.relu(y).square()
     out = call.out
@@ -108,7 +122,7 @@ def push_rows(dst_addr: torch.Tensor, rows: torch.Tensor, abort_flag: torch.Tens
     """
     rows, dst_addr = rows.contiguous(), dst_addr.contiguous()
     itemsize = rows.element_size()
-    _compile_push()(
+    _load_functions().push_rows(
         dst_addr.data_ptr(),
         rows.data_ptr(),
         len(rows),
@@ -119,8 +133,9 @@ def push_rows(dst_addr: torch.Tensor, rows: torch.Tensor, abort_flag: torch.Tens
 
 
 @functools.cache
-def _compile_push() -> Any:
-    function = compile_shared(PUSH_SOURCE, name="push").push_rows
-    function.restype = None
-    function.argtypes = (c_void_p, c_void_p, *(c_uint64,) * 3, c_void_p)
-    return function
+def _load_functions() -> Any:
+    functions = compile_shared(CPU_SOURCE, name="gemm")
+    functions.multiply.restype = functions.push_rows.restype = None
+    functions.multiply.argtypes = (*(c_void_p,) * 3, *(c_uint64,) * 3)
+    functions.push_rows.argtypes = (c_void_p, c_void_p, *(c_uint64,) * 3, c_void_p)
+    return functions

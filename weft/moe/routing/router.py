@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -338,11 +339,24 @@ def _compute_scores(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
         case "softmax":
             return logits.softmax(dim=-1)
         case "sigmoid":
-            return logits.sigmoid()
+            return _map_tokens(torch.sigmoid, logits)
         case "sqrtsoftplus":
-            return torch.nn.functional.softplus(logits).sqrt()
+            return _map_tokens(torch.nn.functional.softplus, logits).sqrt()
         case "softmax-chosen":
             return logits
+
+
+def _map_tokens(
+    function: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tensor
+) -> torch.Tensor:
+    """Apply an elementwise function so that a token's bits do not depend on other tokens.
+
+    On CPUs, torch rounds the last elements of a tensor differently from the others. Compiled graphs
+    have loops of their own.
+    """
+    if logits.device.type != "cpu" or torch.compiler.is_dynamo_compiling() or not len(logits):
+        return function(logits)
+    return torch.stack([function(token) for token in logits])
 
 
 def _compute_weights(routing: Routing, scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
