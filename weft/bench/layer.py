@@ -61,6 +61,7 @@ HALF_UNITS, HALF_UNITS_FP8_COMBINE = 5, 16
 # FP8 experts quantize the rows between their GEMMs to e4m3, with a relative error up to 1/16.
 FP8_ERROR = 1 / 16
 SHARED = -1  # index of the shared expert
+BATCH_INVARIANT = "batch_invariant"  # a variant, with the overlap of "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ class LayerCase(Case):
         gemm: See MoE.
         quantize: See MoE; None for its default.
         combine_dtype: See MoE.
+        batch_invariant: Whether to measure the layer with `batch_invariant=True`, too.
     """
 
     operator: ClassVar[str] = "layer"
@@ -96,6 +98,7 @@ class LayerCase(Case):
     gemm: str = "auto"
     quantize: str | None = None
     combine_dtype: str | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         Case.__post_init__(self)
@@ -142,12 +145,18 @@ class LayerCase(Case):
         """Quantization format of dispatched rows; None for the dtype of the model."""
         return self.quantize or ("fp8" if self.uses_fp8_rows else None)
 
-    def moe_options(self, overlap: str, tokens: int) -> dict[str, Any]:
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Names of the variants to measure: overlaps, and BATCH_INVARIANT."""
+        return (self.overlaps or OVERLAPS) + (BATCH_INVARIANT,) * self.batch_invariant
+
+    def moe_options(self, variant: str, tokens: int) -> dict[str, Any]:
         """Return the arguments of `weft.MoE` other than the weights."""
         names = ("mode", "gemm", "quantize", "combine_dtype", "num_sms", "programmatic_launch")
         return {name: getattr(self, name) for name in names} | {
             "max_tokens": tokens,
-            "overlap": overlap,
+            "overlap": "auto" if variant == BATCH_INVARIANT else variant,
+            "batch_invariant": variant == BATCH_INVARIANT,
             "timeout": TIMEOUT,
             "fp8": self.uses_fp8_rows,
         }
@@ -163,13 +172,13 @@ class LayerCase(Case):
         )
 
     def trials(self, group: Group) -> Trials:
-        """Yield a trial per size and overlap; max_tokens of a layer is exactly that size."""
+        """Yield a trial per size and variant; max_tokens of a layer is exactly that size."""
         placement = Placement.blocks(self.config.routing.num_experts, group.size)
         weights = generate_local_experts(self, placement.experts_of(group.rank), group.device)
         shared = generate_shared_expert(self, group.device)
         for tokens in self.tokens:
             data = LayerTestData(group, self, shared, tokens)
-            for overlap in self.overlaps or OVERLAPS:
+            for variant in self.variants:
                 try:
                     layer = MoE(
                         group,
@@ -177,15 +186,15 @@ class LayerCase(Case):
                         weights,
                         shared=shared,
                         correction=data.correction,
-                        **self.moe_options(overlap, tokens),
+                        **self.moe_options(variant, tokens),
                     )
                 except (CreationFailed, InvalidArgument) as error:
                     if self.overlaps:
                         raise  # the user requested it
-                    yield SkippedVariant(overlap, tokens, f"{type(error).__name__}: {error}")
+                    yield SkippedVariant(variant, tokens, f"{type(error).__name__}: {error}")
                     continue
                 with contextlib.closing(layer):
-                    yield LayerTrial(data, layer, overlap)
+                    yield LayerTrial(data, layer, variant)
 
     def phase_bytes(self, measurement: Measurement, phase: str) -> tuple[float, float]:
         """Return no logical bytes, and the NVLink bytes of the layer."""
@@ -284,7 +293,7 @@ class LayerTestData:
 
 
 class LayerTrial(Trial):
-    """A layer with one overlap at one size."""
+    """A layer of one variant at one size."""
 
     def __init__(self, data: LayerTestData, layer: MoE, variant: str) -> None:
         self.data, self.layer, self.group = data, layer, data.group

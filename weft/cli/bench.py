@@ -29,9 +29,10 @@ from weft.bench.routing import ROUTINGS
 from weft.bench.trace import write_trace
 from weft.cli.options import DEVICES, choice_option, create_console, select_device, split_words
 from weft.errors import InvalidArgument
-from weft.lowlatency.config import REDUCES, SCALES
+from weft.lowlatency.config import SCALES
 from weft.moe import MODELS, MODES, OVERLAPS
 from weft.moe.layer.config import GEMMS
+from weft.shape import REDUCES
 
 bench = typer.Typer(
     add_completion=False, help="Check, then time, weft's operations; without a name, moe."
@@ -242,10 +243,11 @@ class LayerOptions(CaseOptions):
     quantize: Quantize = None
     combine_dtype: CombineDtype = None
     num_sms: NumSms = None
+    batch_invariant: Annotated[bool, typer.Option(help="also with batch_invariant=True")] = False
 
     def create_case(self) -> Case:
         names = ("model", "dtype", "mode", "routing", "experts", "shared", "gemm", "quantize")
-        options = self.get_options(*names, "combine_dtype", "num_sms")
+        options = self.get_options(*names, "combine_dtype", "num_sms", "batch_invariant")
         return layer.LayerCase(
             **self.build_case_args(), **options, overlaps=split_words(self.overlap)
         )

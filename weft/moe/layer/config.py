@@ -45,6 +45,7 @@ class LayerOptions(RunOptions):
     fp8: bool = False
     quantize: str | None = None
     combine_dtype: str | None = None
+    batch_invariant: bool = False
 
     def check_for(self, config: MoEConfig, hosts: int) -> None:
         """Raise InvalidArgument for options that are invalid for this config and host count."""
@@ -61,9 +62,28 @@ class LayerOptions(RunOptions):
         if self.num_sms is not None:
             check_int("num_sms", self.num_sms, 1, MAX_SMS)
         self.check()
-        check_bools(fp8=self.fp8)
+        check_bools(fp8=self.fp8, batch_invariant=self.batch_invariant)
+        if self.batch_invariant:
+            self._check_batch_invariant(hosts)
         if self.replicas is not None:
             self._check_replicas(self.replicas, config.routing.num_experts, hosts)
+
+    def _check_batch_invariant(self, hosts: int) -> None:
+        if hosts > 1:
+            raise InvalidArgument(
+                f"batch_invariant is True in a group of {hosts} hosts, but each host rounds its "
+                "own sum of a token's rows: use ranks of one host, or leave batch_invariant out"
+            )
+        if self.combine_dtype is not None:
+            raise InvalidArgument(
+                f"batch_invariant is True with combine_dtype={self.combine_dtype!r}, which rounds "
+                "sums that depend on the placement of experts: leave one of them out"
+            )
+        if self.gemm == "torch":
+            raise InvalidArgument(
+                "batch_invariant is True with gemm='torch', but torch chooses kernels by the "
+                "number of rows: use gemm='grouped', or leave batch_invariant out"
+            )
 
     def _check_replicas(self, replicas: Replicas, experts: int, hosts: int) -> None:
         check_instance("replicas", replicas, Replicas, "weft.moe.balance returns one")
@@ -93,7 +113,7 @@ class LayerOptions(RunOptions):
 
     def manifest(self, config: MoEConfig) -> dict[str, str]:
         """Return the values that must be equal on all ranks."""
-        compared_fields = ("max_tokens", "mode", "overlap", "missing", "fp8")
+        compared_fields = ("max_tokens", "mode", "overlap", "missing", "fp8", "batch_invariant")
         rules = asdict(config) | {name: getattr(self, name) for name in compared_fields}
         # Each layer of a workspace has its own placement, and relocate may change it.
         rules["replicas"] = None if self.replicas is None else len(self.replicas.logical)
@@ -170,9 +190,15 @@ def build_plan(options: LayerOptions, config: MoEConfig, device: torch.device) -
     if low_latency:
         _check_low_latency(options)
     quantize = options.quantize or ("fp8" if options.fp8 else None)
-    gemm = choose_gemm(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
+    gemm = "grouped" if options.batch_invariant else options.gemm
+    gemm = choose_gemm(gemm, device, config, fp8=options.fp8, quantize=quantize)
     plan = LayerPlan(options.mode, options.overlap, gemm, quantize)
     if not plan.gemm_push:
+        if options.batch_invariant and not low_latency:
+            raise InvalidArgument(
+                f"batch_invariant is True with overlap={options.overlap!r} and mode='throughput', "
+                "where each rank rounds its own sum of a token's rows: use overlap='gemm_push'"
+            )
         return plan
     if options.combine_dtype is not None:
         raise InvalidArgument(
@@ -213,7 +239,7 @@ def build_exchange_kwargs(
         "combine_dtype": options.combine_dtype,
     }
     if plan.mode == "throughput":
-        return sizes
+        return sizes | {"reduce": "receiver" if options.batch_invariant else "sender"}
     # gemm_push needs reduce="receiver". The other overlaps use it, too, to have the same bits.
     return sizes | {"slots": 1, "reduce": "receiver"}
 

@@ -54,6 +54,8 @@ from weft.runtime.check import check_group, check_no_overlap, check_tensor
 from weft.runtime.identity import MAX_ROUNDS
 from weft.runtime.stream import is_capturing, synchronize_device
 
+SHARED_TOKENS = 300  # largest batch in which a shared expert is checked for batch invariance
+
 
 class MoE:
     """Compute an expert-parallel MoE layer, from router logits to output.
@@ -89,6 +91,9 @@ class MoE:
             MXFP4 (`ExpertWeights.to_mxfp4`, on Hopper and CPUs).
         quantize: As in AllToAll. Rows are dequantized before the GEMMs unless fp8 is set.
         combine_dtype: As in AllToAll. Excludes overlap="gemm_push".
+        batch_invariant: Make a token's result independent of the rest of the batch, bit for bit: of
+            its size, order and padding, and of mode, overlap, replicas and the number of ranks.
+            One host only. A shared expert must be batch-invariant itself.
         timeout: Seconds that a wait for a peer may take.
         first_timeout: Seconds that a wait in the first round may take.
         num_sms: SMs that the communication kernels may fill. Default: all.
@@ -127,6 +132,7 @@ class MoE:
         fp8: bool = False,
         quantize: str | None = None,
         combine_dtype: str | None = None,
+        batch_invariant: bool = False,
         timeout: float = 2.0,
         first_timeout: float = 120.0,
         num_sms: int | None = None,
@@ -337,10 +343,11 @@ class MoE:
             workspace.end()
 
     def _check_shared(self) -> None:
-        """Check the shared expert's result once, on one row, before anything is sent.
+        """Check the shared expert's result once, before anything is sent.
 
         Raises:
-            InvalidArgument: combine cannot add such a result.
+            InvalidArgument: combine cannot add such a result, or it depends on the batch in spite
+                of batch_invariant.
         """
         if self._shared is None or self._checked_shared or is_capturing(self.exchange.group.device):
             return
@@ -348,7 +355,25 @@ class MoE:
         result = self._shared(torch.zeros(size, dtype=self.config.dtype, device=device))
         name, dtypes = "the shared expert's result", (self.config.dtype,)
         check_tensor(name, result, shape=size, dtypes=dtypes, device=device, aligned=16)
+        if self.workspace.options.batch_invariant:
+            self._check_shared_is_batch_invariant(self._shared)
         self._checked_shared = True
+
+    def _check_shared_is_batch_invariant(self, shared: SharedExpert) -> None:
+        """Compare the bits of random tokens in batches of several sizes."""
+        device, tokens = self.exchange.group.device, min(self.exchange.max_tokens, SHARED_TOKENS)
+        generator = torch.Generator(device).manual_seed(0)
+        size = (tokens, self.config.hidden)
+        x = torch.randn(size, dtype=torch.float32, device=device, generator=generator)
+        x = x.to(self.config.dtype)
+        whole = shared(x)
+        for part in {1, tokens // 2, tokens - 1} - {0}:
+            if not torch.equal(shared(x[:part]), whole[:part]):
+                raise InvalidArgument(
+                    f"batch_invariant is True, but the shared expert returns other bits for "
+                    f"{tokens} tokens than for the first {part} of them: pass a batch-invariant "
+                    "one, such as FP8Expert, or enable batch-invariant matrix products in torch"
+                )
 
     def route(self, logits: torch.Tensor, *, num_tokens: torch.Tensor | None = None) -> Routed:
         """Return the experts and weights that the layer chooses for logits.
