@@ -114,6 +114,9 @@ def test_settings() -> None:
         inputs = {f"WEFT_{engine}_{name}": value for name, value in values.items()}
         want = Settings(form, "auto", "none", "fp8", 2048, 12.5, allreduce=True)
         assert Settings.read(engine, inputs | {variable: form}) == want
+    variables = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM's own; SGLang has a flag
+    assert Settings.read("VLLM", variables) == Settings(form="", batch_invariant=True)
+    assert Settings.read("SGLANG", variables) == Settings()
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,11 @@ class Blocks:
                 contents the engine discards when it sleeps. Operators are then created in another
                 thread, whose allocations torch does not route to the pool.
         """
+        if settings.batch_invariant and settings.form != "block":
+            raise InvalidArgument(
+                f"the engine's batch-invariant mode with weft's form {settings.form!r}, in which "
+                "each rank rounds its own sum of a token's rows: use form 'block'"
+            )
         self.group, self.limits, self.settings = group, limits, settings
         self._avoids_pool = avoids_pool
         self._leases: list[Lease[Any]] = []
@@ -161,6 +166,7 @@ class Blocks:
                 shared=shared,
                 mode=mode,
                 overlap=self.settings.overlap,
+                batch_invariant=self.settings.batch_invariant,
                 fp8=fp8,
                 missing="drop",  # ids are physical: the engine itself reroutes tokens of dead ranks
             )

@@ -37,6 +37,8 @@ class Settings:
             its peers wait; a dead peer is detected at once.
         allreduce: Whether weft runs the all-reduces of tensor-parallel ranks. The variable is "1"
             or "0".
+        batch_invariant: Whether the engine is in its batch-invariant mode. vLLM's variable is
+            VLLM_BATCH_INVARIANT; SGLang has a flag instead.
     """
 
     form: str = "block"
@@ -46,6 +48,7 @@ class Settings:
     prefill_tokens: int | None = None
     timeout: float = 300.0
     allreduce: bool = False
+    batch_invariant: bool = False
 
     @classmethod
     def read(cls, engine: str, environment: Mapping[str, str] | None = None) -> Settings:
@@ -81,6 +84,7 @@ class Settings:
             prefill_tokens=prefill_tokens if read_value(tokens_name) else None,
             timeout=check_seconds(timeout_name, read_number(timeout_name, str(defaults.timeout))),
             allreduce=read_choice(f"WEFT_{engine}_ALLREDUCE", ("0", "1"), "0") == "1",
+            batch_invariant=engine == "VLLM" and read_number("VLLM_BATCH_INVARIANT", "0") != 0,
         )
 
 

@@ -79,6 +79,7 @@ class Server:
         redundant: int = 0,
         form: str = "block",
         backend: str = "weft",
+        dtype: torch.dtype = torch.float32,
         **more: object,
     ) -> None:
         os.environ["WEFT_SGLANG_FORM"] = form
@@ -94,7 +95,7 @@ class Server:
         )
         kind = getattr(standin, BLOCKS[block])
         self.batch = standin.batch
-        self.runner = standin.ModelRunner(args, lambda: standin.Model(kind, layers, torch.float32))
+        self.runner = standin.ModelRunner(args, lambda: standin.Model(kind, layers, dtype))
         self.runner.load_model()
 
     def step(

@@ -38,6 +38,7 @@ STATE = SimpleNamespace(
     ),
     **{"backend": "none", "counts": None, "real": None, "redundant": 0, "groups": {}, "ways": []},
     **{"workspaces": 0, "flashinfer": False, "dp_attention": False, "places": None},
+    **{"capturer": None},
 )
 
 
@@ -55,6 +56,7 @@ _FLASHINFER_ALLREDUCE_FUSION_ARCHS = frozenset({"Fusing"})
 FALSE = """enable_eplb enable_prefill_delayer
 enable_two_batch_overlap enable_torch_compile enable_lora enable_pdmux
 disable_overlap_schedule enable_dp_lm_head enable_elastic_expert_backup
+enable_deterministic_inference enable_return_routed_experts
 enable_dp_attention_local_control_broadcast
 enable_weights_cpu_backup enable_draft_weights_cpu_backup"""
 NONE = """lora_target_modules flashinfer_allreduce_fusion_backend elastic_ep_backend max_ep_size
@@ -141,15 +143,17 @@ class TopK(nn.Module):
     Like SGLang's kernels, it cannot be launched with no token.
     """
 
-    def __init__(self, top_k: int) -> None:
+    def __init__(self, top_k: int, layer_id: int = 0) -> None:
         super().__init__()
-        self.top_k, self.is_draft = top_k, False
+        self.top_k, self.layer_id, self.is_draft = top_k, layer_id, False
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> Any:
         if not len(x):
             raise RuntimeError("invalid configuration argument: a grid of 0 blocks")
         real, replicas = self.routing_inputs()
         weights, ids = router_logits.float().softmax(1).topk(self.top_k)
+        if STATE.capturer is not None:
+            STATE.capturer.capture(self.layer_id, ids)
         if replicas is not None:
             ids = replicas[ids]
         if real is not None:
@@ -162,6 +166,24 @@ class TopK(nn.Module):
     def empty_topk_output(self, device: torch.device, *, layer_id: int | None = None) -> Any:
         none = torch.empty((0, self.top_k), device=device)
         return StandardTopKOutput(none, none.int(), none)
+
+
+def _is_scattered_a2a_backend() -> bool:
+    return get_moe_a2a_backend() is MoeA2ABackend.DEEPEP
+
+
+class RoutedExpertsCapturer:
+    """The experts of a pass: of this rank's tokens, or of all ranks' in one buffer."""
+
+    def __init__(self, layers: int) -> None:
+        self.buffer = torch.full((256, layers, TOP_K), -1)
+
+    def capture(self, layer_id: int, ids: torch.Tensor) -> None:
+        self.buffer[: len(ids), layer_id] = ids
+
+    def get_local_slice(self, rank: int) -> torch.Tensor:
+        start = 0 if _is_scattered_a2a_backend() else sum(STATE.counts[:rank])
+        return self.buffer[start : start + STATE.counts[rank]]
 
 
 class HashTopK(TopK):
@@ -437,7 +459,7 @@ class Block(nn.Module):
 
     def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer_id, self.topk = layer_id, TopK(TOP_K)
+        self.layer_id, self.topk = layer_id, TopK(TOP_K, layer_id)
         gate = Gate(layer_id, dtype, self.gate_kind)
         if self.activation:
             self.router = gate

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 import weft
 from tests.baseline import shares_mapped
@@ -24,7 +25,14 @@ from tests.plugins.sglang.server import (
     sglang,
 )
 from tests.plugins.sglang.test_allreduce import refused
-from tests.plugins.standins import CLOSE, Kept, error_of, max_relative_difference, tokens
+from tests.plugins.standins import (
+    CLOSE,
+    Kept,
+    error_of,
+    gate_weight,
+    max_relative_difference,
+    tokens,
+)
 from weft.plugins.sglang import engine
 
 FORMS = ("block", "dispatcher")
@@ -209,6 +217,39 @@ def test_settings_and_draft_models(ranks: Any) -> None:
         assert all(error < CLOSE for error, _ in results)
         assert [built for _, built in results] == [expected] * 2
     assert rows == [3, 3]
+
+
+def capture_experts(group: weft.Group) -> bool:
+    """Whether the captured experts are those of this rank's tokens."""
+    server = Server(group, "qwen3", enable_return_routed_experts=True)
+    sglang().STATE.capturer = capturer = sglang().RoutedExpertsCapturer(layers=2)
+    x = tokens((3, 5)[group.rank], group.rank)
+    server.step(x, [3, 5])
+    first = functional.linear(x, gate_weight(0)).topk(3).indices
+    captured = capturer.get_local_slice(group.rank)
+    return torch.equal(captured[:, 0], first) and int(captured.min()) >= 0
+
+
+def serve_deterministically(group: weft.Group, **flags: Any) -> list[bool] | str:
+    """Return whether each operator is batch-invariant, or an error."""
+    with_flags = partial(Server, group, "qwen3", dtype=torch.bfloat16, **flags)
+    if "form" in flags:
+        return error_of(with_flags)
+    return [each.workspace.options.batch_invariant for each in with_flags().workspaces]
+
+
+def test_routed_experts_and_deterministic_inference(ranks: Any) -> None:
+    flags: tuple[dict[str, Any], ...] = (
+        {"enable_deterministic_inference": True},
+        {},
+        {"enable_deterministic_inference": True, "form": "dispatcher"},
+    )
+    calls = [(capture_experts,), *((partial(serve_deterministically, **each),) for each in flags)]
+    captured, *served, refusals = launch_cases(ranks, 2, *calls)
+    assert captured == [True] * 2
+    assert served == [[[True] * 2] * 2, [[False] * 2] * 2]
+    for error in refusals:
+        assert "with weft's form 'dispatcher'" in error
 
 
 def misuse(group: weft.Group) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ def after_load_model(result: Any, runner: Any) -> None:
         return
     check_applied(HOOKS)
     check_server(server_args)
-    settings = Settings.read("SGLANG")
+    batch_invariant = bool(server_args.enable_deterministic_inference)
+    settings = replace(Settings.read("SGLANG"), batch_invariant=batch_invariant)
     for layer, block in layers:
         if settings.form == "block":
             unify_mxfp4(layer)

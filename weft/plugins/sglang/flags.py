@@ -18,7 +18,7 @@ from weft.plugins.blocks import Limits
 from weft.plugins.engine_api import ExpectedAPI
 from weft.plugins.settings import Settings
 from weft.plugins.sglang import elastic
-from weft.plugins.sglang.hooks import NAME, SRT, Hook
+from weft.plugins.sglang.hooks import NAME, SGLANG, SRT, Hook
 
 DEFAULT_BATCH = 64  # tokens of a decode batch if SGLang captures no graph
 # LoRA target modules outside MoE blocks, by SGLang's and PEFT's names.
@@ -150,6 +150,15 @@ def get_noncontiguous_fallback(
     return counts.repeat_interleave(2)[::2]
 
 
+def captures_scattered_tokens(original: Callable[..., bool]) -> bool:
+    """Return True for weft; wraps _is_scattered_a2a_backend.
+
+    With --enable-return-routed-experts, a rank then returns the experts of its own tokens, gathered
+    over attention ranks, instead of the rows at its offset in a batch of all DP ranks.
+    """
+    return is_weft_backend() or original()
+
+
 def has_dp_attention() -> bool:
     """Whether DP attention is enabled."""
     from sglang.srt.runtime_context import get_parallel
@@ -176,6 +185,11 @@ def check_server(server_args: Any) -> None:
     backend = server_args.elastic_ep_backend
     startup = getattr(server_args, "startup_weight_load_mode", "serial")
     # DeepSeek-V4.1's late layers then run on fewer rows than SGLang's mask of padding rows counts.
+    # 0.5.17 reads captured experts at the offset of a DP rank, where weft's router wrote none.
+    captures_experts = (
+        server_args.enable_return_routed_experts
+        and SGLANG.match_release(SGLANG.get_version()) == "0.5.17"
+    )
     replays_tails = getattr(server_args, "enable_decoder_swa_bounded_replay", None)
     flags = (
         (
@@ -190,6 +204,7 @@ def check_server(server_args: Any) -> None:
             replays_tails,
             "decoder SWA bounded replay (pass --no-enable-decoder-swa-bounded-replay)",
         ),
+        (captures_experts, "--enable-return-routed-experts (use SGLang 0.5.23)"),
         (startup != "serial", f"--startup-weight-load-mode {startup} (use serial)"),
     )
     if unsupported := [text for is_set, text in flags if is_set]:
@@ -260,6 +275,11 @@ HOOKS = (
         SRT + "utils.common.require_mlp_tp_gather",
         {"0.5.17": "server_args", "0.5.23": "*, moe_a2a_backend="},
         function=requires_mlp_tp_gather,
+    ),
+    Hook(
+        SRT + "state_capturer.routed_experts._is_scattered_a2a_backend",
+        {"0.5.23": ""},
+        function=captures_scattered_tokens,
     ),
     Hook(
         SRT + "managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_fallback_tensor",
