@@ -607,3 +607,20 @@ def test_last_words_are_read_before_the_end_also_after_unread_data(pair):
     for call in (receive, lambda end: send(end, b"{}")) * 2:
         with pytest.raises(Disconnected):
             call(right)
+
+
+def test_the_hub_finds_who_waits_without_blocking():
+    meeting = Meeting.open(1)
+    place = Meeting.from_address(meeting.address)
+    assert (meeting.find_waiting_ranks(), place.find_waiting_ranks()) == (set(), set())
+    silent, stranger, rank = (place.connect() for _ in range(3))
+    for connection, nonce in ((stranger, bytes(32)), (rank, place.nonce)):
+        send(connection, module.encode_hello(Meeting(1, nonce), {"rank": 3}))
+    assert meeting.find_waiting_ranks() == {3}
+    assert "nonce" in str(receive(stranger))
+    rank.close()
+    assert meeting.find_waiting_ranks() == set()
+    meeting.close("it is over")  # those that were accepted are told, too
+    assert "it is over" in str(receive(silent))
+    silent.close()
+    stranger.close()

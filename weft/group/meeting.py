@@ -196,14 +196,21 @@ class Meeting:
         if self.listener is None:
             return set()
         self._accepted.extend(self.accept())
+        poller = select.poll()
+        for connection in self._accepted:
+            poller.register(connection, 0)  # reports only ended ones
+        ended = dict(poller.poll(0))
         ranks, open_connections = set(), []
         for connection in self._accepted:
+            if connection.fileno() in ended:
+                connection.close()
+                continue
             try:
                 hello = decode(connection.recv(1 << 15, socket.MSG_PEEK | socket.MSG_DONTWAIT))
             except BlockingIOError:  # its hello has not arrived
                 open_connections.append(connection)
-            except (OSError, MalformedMessage):  # the end of a process too
-                connection.close()
+            except (OSError, MalformedMessage) as error:
+                reject(connection, f"not a rank's hello: {error}")
             else:
                 if isinstance(hello, dict) and self.has_valid_nonce(hello):
                     ranks.add(hello.get("rank"))

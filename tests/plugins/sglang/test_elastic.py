@@ -215,9 +215,9 @@ def test_the_controller_starts_one_process_for_each_dead_rank_and_meeting(
 ) -> None:
     replacements, started = healing.Replacements(), list[Any]()
 
-    def start(rank: int, processes: list[Any]) -> None:
+    def start(rank: int, address: str, processes: list[Any]) -> None:
         processes[rank] = Process()
-        started.append((rank, replacements._address))
+        started.append((rank, address))
 
     monkeypatch.setattr(replacements, "_start", start)
     processes: list[Any] = [Process() for _ in range(3)]
@@ -232,6 +232,7 @@ def test_the_controller_starts_one_process_for_each_dead_rank_and_meeting(
     assert before[2].events == ["kill", "join"]
     waiting = processes[2]
     replacements.update(processes, [False, True, False], "1-b")  # rank 2 has not joined yet
+    replacements.update(processes, [True, True, False], "0-a")  # a late report
     assert started[1:] == [(0, "1-b"), (2, "1-b")]
     assert waiting.events == ["kill", "join"]
     assert before[1].events == []

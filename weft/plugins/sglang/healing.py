@@ -75,7 +75,7 @@ class Replacements:
 
     def __init__(self) -> None:
         self.launches: dict[int, _Launch] = {}  # by rank
-        self._address = ""  # latest meeting for which replacements were started
+        self._addresses: set[str] = set()  # of all meetings so far: reports may be late
         self._attempts: Counter[int] = Counter()
 
     def update(self, processes: list[Any], active: list[bool], address: str | None) -> None:
@@ -90,9 +90,9 @@ class Replacements:
         """
         dead = [rank for rank, is_active in enumerate(active) if not is_active]
         self._attempts = Counter({rank: self._attempts[rank] for rank in dead})
-        if not dead or not address or address == self._address:
+        if not dead or not address or address in self._addresses:
             return
-        self._address = address
+        self._addresses.add(address)
         self._attempts.update(dead)
         for rank in dead:
             processes[rank].kill()
@@ -104,13 +104,13 @@ class Replacements:
             )
             return
         for rank in dead:
-            self._start(rank, processes)
+            self._start(rank, address, processes)
 
-    def _start(self, rank: int, processes: list[Any]) -> None:
+    def _start(self, rank: int, address: str, processes: list[Any]) -> None:
         from sglang.srt.managers.data_parallel_controller import mp
 
         reader, writer = mp.Pipe(duplex=False)
-        processes[rank] = process = self.launches[rank].start(self._address, writer)
+        processes[rank] = process = self.launches[rank].start(address, writer)
         writer.close()
         _log.warning("rank %d has died: process %d will replace it", rank, process.pid)
 
