@@ -326,9 +326,13 @@ def compare_on_gpu(group: weft.Group, task: Task) -> bool:
 
 def add_to_weft(block: nn.Module, flags: Any) -> None:
     """Let weft run a block's experts, as its plug-in does once a server has loaded a model."""
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
     from weft.plugins.sglang import engine
 
     runner = {"model": nn.ModuleList([block]), "server_args": flags, "gpu_id": 0}
+    runner |= {"is_draft_worker": False}
+    runner |= {"memory_saver_adapter": TorchMemorySaverAdapter.create(enable=False)}
     device = next(block.parameters()).device.type
     engine.after_load_model(None, SimpleNamespace(device=device, **runner))
 
