@@ -48,7 +48,7 @@ def test_bench(weft_command, threads, tmp_path, command, options, rows):
 
 
 def test_top_shows_the_rank_that_others_wait_for(weft_command):
-    printed = []
+    printed: list[tuple[int, str, str]] = []
 
     def body(group):
         with KINDS["oneshot"].open(group) as op:
