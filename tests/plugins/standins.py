@@ -156,10 +156,12 @@ def alone(
     scale: float = 1.0,
     shared: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
     gating: Any = None,
+    activation: Any = None,
 ) -> torch.Tensor:
     """Return what layers of experts compute from x in one process, in plain torch.
 
-    real: rows from there on go to no expert; shift: added to the layer of the weights.
+    real: rows from there on go to no expert; shift: added to the layer of the weights; activation:
+    of experts without a gate, whose up rows are the first of `expert_weights`.
     """
     for layer in range(layers):
         logits = functional.linear(x.float(), gate_weight(layer))
@@ -170,6 +172,8 @@ def alone(
         more: dict[str, Any] = {"shared": shared(layer, x)} if shared else {}
         if gating:
             more |= {"gate_up_bias": wide_bias, "down_bias": narrow_bias, "gating": gating}
+        if activation:
+            weights[0], more["activation"] = weights[0][:, :INTERMEDIATE], activation
         x = x + weft.reference.moe_layer(x, ids, chosen * scale, *weights, **more)
     return x
 

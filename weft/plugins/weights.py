@@ -15,7 +15,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.gemm.config import DTYPES_16BIT, MXFP4, is_hopper
 from weft.gemm.mxfp4 import BLOCK, quantize_mxfp4, unpack_mxfp4
 from weft.moe import ExpertWeights, MoEConfig, Routing
-from weft.moe.models import SWIGLU, Gating
+from weft.moe.models import SWIGLU, Gating, Ungated
 from weft.shape import FP8_BLOCK
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,10 +42,11 @@ class Layer:
 
     Attributes:
         module: Module with w13_weight `[num_local_experts, 2 * intermediate, hidden]`, the gate
-            first, and w2_weight `[num_local_experts, hidden, intermediate]`. FP8 weights also have
-            _scale_inv, one float32 per block of 128 x 128. MXFP4 weights are uint8, two values per
-            byte, with _scale or _scale_inv, one uint8 per 32 columns; the engine may have rounded
-            the intermediate size up.
+            first (without a gate `[num_local_experts, intermediate, hidden]`), and w2_weight
+            `[num_local_experts, hidden, intermediate]`. FP8 weights also have _scale_inv, one
+            float32 per block of 128 x 128. MXFP4 weights are uint8, two values per byte, with
+            _scale or _scale_inv, one uint8 per 32 columns; the engine may have rounded the
+            intermediate size up.
         name: Name of the layer in error messages.
         num_experts: Physical experts of all ranks (EPLB).
         num_local_experts: Physical experts of this rank.
@@ -67,7 +68,7 @@ class Layer:
     dtype: torch.dtype
     scale: float = 1.0
     flag: str = ""
-    gating: Gating = SWIGLU
+    gating: Gating | Ungated = SWIGLU
     interleaved: bool = False
     bias: str = ""
 
@@ -195,12 +196,9 @@ class Layer:
         """Return the first `count` rows of one expert, without padding, in the engine's order."""
         if not name.startswith("w13"):
             return rows[:count]
-        gate, up = (part[: count // 2] for part in rows.chunk(2))
-        return (
-            torch.stack((gate, up), dim=1).flatten(0, 1)
-            if self.interleaved
-            else torch.cat((gate, up))
-        )
+        projections = self.gating.num_projections
+        parts = [part[: count // projections] for part in rows.chunk(projections)]
+        return torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts)
 
     def _unpack_mxfp4(self, prefix: str, formats: Mapping[str, ParameterFormat]) -> None:
         names = f"{prefix}_weight", f"{prefix}_{self.scale_suffix}"
@@ -292,8 +290,7 @@ def _check_tensors(layer: Layer) -> Iterator[str]:
     else:
         yield from _check_matrices(layer)
     if layer.bias:
-        inner = layer.module.w13_weight.shape[1] // 2
-        for name, rows in (("w13", 2 * inner), ("w2", layer.hidden)):
+        for name, rows in (("w13", layer.module.w13_weight.shape[1]), ("w2", layer.hidden)):
             bias = getattr(layer.module, f"{name}_{layer.bias}")
             if tuple(bias.shape) != (layer.num_local_experts, rows) or bias.dtype not in DTYPES:
                 actual = f"{list(bias.shape)} {bias.dtype}"
@@ -306,14 +303,15 @@ def _check_mxfp4(layer: Layer) -> Iterator[str]:
     if layer.dtype not in DTYPES_16BIT:
         yield f"params_dtype is {layer.dtype}; weft supports bfloat16 and float16 for MXFP4"
     # Some of the engine's kernels need an intermediate size of whole blocks.
-    inner = layer.module.w13_weight.shape[1] // 2
+    up_rows = layer.module.w13_weight.shape[1]
+    inner = up_rows // layer.gating.num_projections
     fits = layer.intermediate <= inner <= layer.build_config().intermediate
     if inner % BLOCK or hidden % BLOCK or not fits:
         yield (
             f"w13_weight is {list(layer.module.w13_weight.shape)} for intermediate "
             f"{layer.intermediate} and hidden {hidden}; weft supports multiples of {BLOCK}"
         )
-    for name, rows, columns in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
+    for name, rows, columns in (("w13", up_rows, hidden), ("w2", hidden, inner)):
         for suffix, values_per_byte in (("weight", 2), (layer.scale_suffix, BLOCK)):
             tensor = getattr(layer.module, f"{name}_{suffix}")
             yield from _check_tensor(
@@ -327,8 +325,9 @@ def _check_mxfp4(layer: Layer) -> Iterator[str]:
 def _check_matrices(layer: Layer) -> Iterator[str]:
     num_local_experts, hidden, fp8 = layer.num_local_experts, layer.hidden, layer.uses_fp8_rows
     fix = f": pass {layer.flag}" if layer.flag else ""
+    up_rows = layer.gating.num_projections * layer.intermediate
     shapes = {
-        "w13_weight": (num_local_experts, 2 * layer.intermediate, hidden),
+        "w13_weight": (num_local_experts, up_rows, hidden),
         "w2_weight": (num_local_experts, hidden, layer.intermediate),
     }
     dtype = torch.float8_e4m3fn if fp8 else layer.dtype

@@ -33,6 +33,7 @@ BLOCKS = {
     "minimax": "MiniMaxM2MoE",
     "minimax_m3": "MiniMaxM3MoE",
     "kimi_k3": "KimiK3MoE",
+    "nemotron_h": "NemotronHMoE",
     "gpt_oss": "GptOssSparseMoeBlock",
     "deepseek": "DeepseekV2MoE",
     "hash": "hash_block",
@@ -127,6 +128,7 @@ def alone(x: torch.Tensor, block: str, **more: Any) -> torch.Tensor:
         return out * torch.sigmoid(functional.linear(x, gate)) if name == "shared_expert" else out
 
     more |= {"scale": kind.scale or 1.0, "shared": shared if kind.mlp else None}
+    more["activation"] = weft.reference.relu2 if kind.more else None
     return standins.alone(x, gating=clamped_swiglu(0.5) if kind.activation else None, **more)
 
 

@@ -355,7 +355,8 @@ class FusedMoE(nn.Module):
         self.moe_runner_config = SimpleNamespace(
             **{**CONFIG, "layer_id": layer_id, "routed_scaling_factor": scale, **more}
         )
-        local, wide = self.num_local_experts, 2 * INTERMEDIATE
+        local = self.num_local_experts
+        wide = (2 if self.moe_runner_config.is_gated else 1) * INTERMEDIATE
         made = {"w13_weight": torch.empty(local, wide, HIDDEN, dtype=params_dtype)}
         made["w2_weight"] = torch.empty(local, HIDDEN, INTERMEDIATE, dtype=params_dtype)
         if with_bias:  # in float32, whatever the weights are
@@ -395,7 +396,7 @@ def fill(experts: Any, seed_layer: int | None = None) -> None:
         )
         experts.w13_weight_bias.copy_(wide_bias)
         experts.w2_weight_bias.copy_(narrow_bias)
-    experts.w13_weight.copy_(wide)
+    experts.w13_weight.copy_(wide[:, : experts.w13_weight.shape[1]])
     experts.w2_weight.copy_(narrow)
 
 
@@ -443,19 +444,23 @@ class SharedMLP(nn.Module):
         return out
 
 
-MLPS = "Glm4MoeMLP Glm4MoeLiteMLP Qwen2MoeMLP DeepseekV2MLP MiniMaxM3MLP"
-Glm4MoeMLP, Glm4MoeLiteMLP, Qwen2MoeMLP, DeepseekV2MLP, MiniMaxM3MLP = (
+MLPS = "Glm4MoeMLP Glm4MoeLiteMLP Qwen2MoeMLP DeepseekV2MLP MiniMaxM3MLP NemotronHMLP"
+Glm4MoeMLP, Glm4MoeLiteMLP, Qwen2MoeMLP, DeepseekV2MLP, MiniMaxM3MLP, NemotronHMLP = (
     type(name, (SharedMLP,), {}) for name in MLPS.split()
 )
 
 
 class Block(nn.Module):
-    """gate_kind: arguments and result of its gate; mlp: class, name and size of a shared expert."""
+    """gate_kind: arguments and result of its gate; mlp: class, name and size of a shared expert.
+
+    activation: of experts with biases; more: of the runner's config.
+    """
 
     gate_kind = "pair"
     scale: float | None = None
     mlp: tuple[Any, str, int] | None = None
     activation: dict[str, Any] = {}
+    more: dict[str, Any] = {}
 
     def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -466,7 +471,7 @@ class Block(nn.Module):
         else:
             self.gate = gate
         self.experts = FusedMoE(
-            layer_id, dtype, self.scale, bool(self.activation), **self.activation
+            layer_id, dtype, self.scale, bool(self.activation), **self.activation, **self.more
         )
         if self.mlp is None:
             return
@@ -535,6 +540,19 @@ class KimiK3MoE(Block):
         x, empty = hidden_states, self.topk.empty_topk_output
         chosen = self.topk(x, self.gate(x)[0]) if len(x) else empty(x.device)
         out: torch.Tensor = self.experts(x, chosen)
+        return out
+
+
+class NemotronHMoE(Block):
+    """Runs its own forward, which calls the experts and adds the shared expert."""
+
+    scale, more = SCALE, {"activation": "relu2", "is_gated": False}
+    mlp = NemotronHMLP, "shared_experts", INTERMEDIATE
+
+    def forward(self, hidden_states: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:
+        x, empty = hidden_states, self.topk.empty_topk_output
+        chosen = self.topk(x, self.gate(x)[0]) if len(x) else empty(x.device)
+        out: torch.Tensor = self.experts(x, chosen) + self.shared_experts(x)
         return out
 
 

@@ -62,14 +62,14 @@ def run_block(
 
 
 LORA = {"enable_lora": True, "lora_target_modules": {"q_proj", "o_proj"}}
-ALONE = ("nextn", "kimi_k3")  # a draft layer, and a block that has one form
+ALONE = ("nextn", "kimi_k3", "nemotron_h")  # a draft layer, and blocks that have one form
 # By ranks: block, form, batches, and options of `run_block`. Every block in every form, with idle
 # ranks and batches of several rounds; groups of two attention ranks; rows that pad a graph.
 SERVED: dict[int, list[tuple[str, str, Any, dict[str, Any]]]] = {
     1: [("qwen3", form, (), {}) for form in FORMS],
     2: [
         *((block, form, (), {}) for block in BLOCKS for form in FORMS if block not in ALONE),
-        ("kimi_k3", "block", (), {}),
+        *((block, "block", (), {}) for block in ALONE[1:]),
         ("qwen3", "block", ([2], [8], [130]), {"attention_ranks": 2}),
         *(("deepseek", form, ([4, 4],), {"real": 2}) for form in FORMS),
         ("qwen3", "block", ([6, 6],), LORA),

@@ -17,7 +17,7 @@ from tests.plugins.standins import refuse
 from tests.plugins.vllm.workers import config_of, enter, leave, parallel
 from weft.errors import InvalidArgument, OutOfOrder, SetupError
 from weft.fp8 import quantize
-from weft.moe import Gating
+from weft.moe import RELU2, Gating
 from weft.plugins.blocks import Limits
 from weft.plugins.engine_api import Engine
 from weft.plugins.vllm import allreduce, engine
@@ -145,9 +145,14 @@ RANKS: list[
 SITU, SWIGLUOAI = SimpleNamespace(value="situ"), SimpleNamespace(value="swigluoai")
 BETAS: dict[str, Any] = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
 UNINTERLEAVED = SimpleNamespace(value="swigluoai_uninterleave")
+UNGATED: dict[str, Any] = {
+    "activation": SimpleNamespace(value="relu2_no_mul"),
+    "is_act_and_mul": False,
+}
 EXPERTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # vLLM's own experts may do all of it
     ({"activation": SimpleNamespace(value="gelu")}, {}, "activation is 'gelu'"),
     ({"is_act_and_mul": False}, {}, "activation is 'silu' with limit, alpha and"),
+    (UNGATED, {"limit": 7.0}, r"activation is 'relu2_no_mul' with .* \(7.0, None"),
     ({"activation": UNINTERLEAVED}, {},
      r"activation is 'swigluoai_uninterleave' with limit, alpha and beta \(None, None, N"),
     ({"activation": SITU, "activation_situ_beta": 4.0}, {},
@@ -165,6 +170,7 @@ def test_unsupported_ranks_and_experts_are_refused() -> None:
     for changes, text in RANKS:
         with pytest.raises(InvalidArgument, match=text):
             layer(config_of(moe_parallel_config=parallel(0, 2, **changes)))
+    assert read_gating(layer(config_of(**UNGATED))) == RELU2
     sequence = parallel(0, 4, dp_size=2, sp_size=2)  # where the model splits tokens it is served
     layer(config_of(moe_parallel_config=sequence))
     for config, more, text in EXPERTS:

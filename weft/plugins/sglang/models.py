@@ -38,10 +38,11 @@ FORWARDS: dict[str, Parameters] = {
     },
 }
 
-# Blocks whose forward stays SGLang's: weft runs the experts that they call. Kimi-K3's blocks
-# project tokens to fewer columns and back, and add the shared expert.
+# Blocks whose forward stays SGLang's: weft runs the experts that they call. Kimi-K3's and
+# Nemotron-3's blocks project tokens to fewer columns and back, and add the shared expert.
 EXPERT_CALLERS: dict[str, Parameters] = {
-    SRT + "models.kimi_k3.KimiK3MoE.forward": {"0.5.23": "self, hidden_states, *, prefix_sum="}
+    SRT + "models.kimi_k3.KimiK3MoE.forward": {"0.5.23": "self, hidden_states, *, prefix_sum="},
+    SRT + "models.nemotron_h.NemotronHMoE.forward": {"0.5.23": _BLOCK},
 }
 
 
@@ -162,6 +163,14 @@ HOOKS = (
         },
         function=replicate_shared_expert,
     ),
+    Hook(
+        SRT + "models.nemotron_h.NemotronHMLP.__init__",
+        {
+            "0.5.23": "self, config, intermediate_size, quant_config=, bias=, reduce_results=, "
+            "prefix=, *, parallel_group="
+        },
+        function=replicate_shared_expert,
+    ),
     Hook(SRT + "models.kimi_k3._uses_ep_a2a", {"0.5.23": ""}, function=moves_rows_to_experts),
     Hook(
         SRT + "layers.quantization.mxfp4.Mxfp4MoEMethod.process_weights_after_loading",
@@ -222,6 +231,11 @@ EXPECTED_API = (
         SRT + "models.kimi_k3.KimiK3MoE.__init__",
         {"0.5.23": None},
         attributes="experts _ep_a2a _shared_experts_tp1",
+    ),
+    ExpectedAPI(
+        SRT + "models.nemotron_h.NemotronHMoE.__init__",
+        {"0.5.23": None},
+        attributes="experts gate shared_experts",
     ),
     ExpectedAPI(
         SRT + "models.gpt_oss.GptOssSparseMoeBlock.__init__",

@@ -11,7 +11,7 @@ import torch
 
 from weft.errors import InvalidArgument, SetupError
 from weft.gemm.config import MXFP4
-from weft.moe import Gating
+from weft.moe import RELU2, Gating, Ungated
 from weft.plugins.weights import Layer, check_weights
 
 TRITON = "--moe-runner-backend triton"
@@ -73,8 +73,10 @@ def split_mxfp4(fused: Any) -> None:
         scale.data = scale.data.view(torch.float8_e8m0fnu).float()
 
 
-def read_gating(config: Any) -> Gating:
+def read_gating(config: Any) -> Gating | Ungated:
     """Return the activation, or SwiGLU if `_check_arithmetic` raises for the activation."""
+    if config.activation == "relu2" and not config.is_gated:
+        return RELU2
     if config.activation == "situ":
         return Gating(beta=config.gemm1_alpha, linear_beta=config.gemm1_clamp_limit)
     if config.gemm1_alpha is None:
@@ -115,7 +117,10 @@ def _list_unsupported(fused: Any, form: str) -> Iterator[str]:
 def _check_arithmetic(fused: Any) -> Iterator[str]:
     config, method = fused.moe_runner_config, fused.quant_method
     supported = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False}
-    if config.activation == "situ" and config.gemm1_alpha and config.gemm1_clamp_limit:
+    if config.activation == "relu2" and not config.is_gated:
+        supported |= {"activation": "relu2", "is_gated": False, "swiglu_limit": None}
+        supported |= {"gemm1_alpha": None, "gemm1_clamp_limit": None}
+    elif config.activation == "situ" and config.gemm1_alpha and config.gemm1_clamp_limit:
         supported |= {"activation": "situ", "swiglu_limit": None}
     elif config.gemm1_alpha is None:
         supported["gemm1_clamp_limit"] = None  # SGLang would apply it after the activation

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument
-from weft.moe import CLAMPED_SWIGLU, Gating
+from weft.moe import CLAMPED_SWIGLU, RELU2, Gating, Ungated
 from weft.moe.experts.quantize import convert_to_fp8
 from weft.plugins.weights import Layer, build_layer_error, refuse_loads
 from weft.shape import FP8_BLOCK
@@ -67,7 +67,7 @@ def convert_mxfp8(experts: Any) -> None:
             refuse_loads(parameter, f"{experts.layer_name}.{name}{suffix}")
 
 
-def read_gating(experts: Any) -> Gating:
+def read_gating(experts: Any) -> Gating | Ungated:
     """Return the activation. Raises InvalidArgument if weft does not support it."""
     config, name = experts.moe_config, experts.activation.value
     limit, *factors = experts.swiglu_limit, experts.swiglu_alpha, experts.swiglu_beta
@@ -82,10 +82,13 @@ def read_gating(experts: Any) -> Gating:
             return Gating(limit=limit)
         if name == "situ" and [limit, *factors] == [None] * 3 and None not in betas:
             return Gating(beta=betas[0], linear_beta=betas[1])
+    elif name == "relu2_no_mul" and [limit, *factors] == [None] * 3:
+        return RELU2
     raise InvalidArgument(
         f"activation is {name!r} with limit, alpha and beta {(limit, *factors)} and betas of SiTU "
         f"{(*betas,)}; weft supports gated 'silu' with or without limit, 'swigluoai', "
-        "'swigluoai_uninterleave' with limit and alpha, and 'situ' with both betas"
+        "'swigluoai_uninterleave' with limit and alpha, 'situ' with both betas, and ungated "
+        "'relu2_no_mul'"
     )
 
 
