@@ -40,7 +40,7 @@ Block = tuple[Any, Formula]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a block. `latent` is the number of columns of Kimi-K3's experts."""
+    """Sizes of a block. `latent`: columns of experts between projections (Kimi-K3, Nemotron-3)."""
 
     hidden: int = 256
     intermediate: int = 128
@@ -59,6 +59,7 @@ PUBLISHED = {
     "glm4_moe_lite": Shape(2048, 1536, 64, 4),
     "mimo_v2": Shape(4096, 2048, 64, 8),
     "qwen3_moe": Shape(2048, 768, 128, 8),  # Qwen3-30B-A3B
+    "nemotron_h": Shape(2688, 1856, 128, 6, 1024),  # Nemotron-3 Nano
 }
 
 
@@ -76,12 +77,14 @@ def load_experts(layer: Any, gate_up: torch.Tensor, down: torch.Tensor, kind: st
 
     Args:
         layer: The engine's layer of routed experts.
-        gate_up: float32 `[experts, 2 * intermediate, hidden]`.
+        gate_up: float32 `[experts, 2 * intermediate, hidden]`, or `[experts, intermediate, hidden]`
+            without a gate.
         down: float32 `[experts, hidden, intermediate]`.
         kind: "bfloat16", "mxfp4" or "mxfp8".
     """
     scale_name = "_weight_scale" + "_inv" * hasattr(layer, "w13_weight_scale_inv")
-    for weights, shards in ((gate_up, ("w1", "w3")), (down, ("w2",))):
+    up_shards = ("w1", "w3")[: gate_up.shape[1] // down.shape[2]]
+    for weights, shards in ((gate_up, up_shards), (down, ("w2",))):
         prefix = "w2" if shards == ("w2",) else "w13"
         for expert, matrix in enumerate(weights):  # one at a time, because copies are large
             tensors = {"_weight": matrix.bfloat16()}
@@ -107,11 +110,13 @@ def load_experts(layer: Any, gate_up: torch.Tensor, down: torch.Tensor, kind: st
 
 def load_mlp(mlp: Any, shared: Any) -> None:
     """Load transformers' shared expert."""
-    if hasattr(shared, "gate_up_proj"):
-        gate_up = shared.gate_up_proj.weight
+    if not hasattr(mlp, "gate_up_proj"):
+        mlp.up_proj.weight.data.copy_(shared.up_proj.weight)
+    elif hasattr(shared, "gate_up_proj"):
+        mlp.gate_up_proj.weight.data.copy_(shared.gate_up_proj.weight)
     else:
         gate_up = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
-    mlp.gate_up_proj.weight.data.copy_(gate_up)
+        mlp.gate_up_proj.weight.data.copy_(gate_up)
     mlp.down_proj.weight.data.copy_(shared.down_proj.weight)
 
 
@@ -130,15 +135,20 @@ def load_block(block: Any, theirs: Any, layer: Any, kind: str, bias: Any) -> For
     by_token = hasattr(theirs.gate, "tid2eid")
     if by_token:
         table = theirs.gate.tid2eid
-        experts = len(theirs.gate.weight)
-        rows = [torch.randperm(experts)[: table.shape[1]] for _ in range(len(table))]
+        num_experts = len(theirs.gate.weight)
+        rows = [torch.randperm(num_experts)[: table.shape[1]] for _ in range(len(table))]
         table.copy_(torch.stack(rows))
     elif bias is not None:
         theirs.gate.e_score_correction_bias.normal_(0, 0.1)
         bias.data.copy_(theirs.gate.e_score_correction_bias)
     if hasattr(theirs, "shared_experts"):
         load_mlp(block.shared_experts, theirs.shared_experts)
-    load_experts(layer, theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data, kind)
+    for name in ("fc1_latent_proj", "fc2_latent_proj"):  # Nemotron-3
+        if hasattr(getattr(theirs, name, None), "weight"):
+            getattr(block, name).weight.data.copy_(getattr(theirs, name).weight)
+    experts = theirs.experts
+    gate_up = experts.gate_up_proj if hasattr(experts, "gate_up_proj") else experts.up_proj
+    load_experts(layer, gate_up.data, experts.down_proj.data, kind)
     return lambda x, ids: theirs(x[None], *((ids[None],) if by_token else ())).view(x.shape)
 
 
@@ -214,6 +224,26 @@ def glm4_moe(shape: Shape) -> tuple[Any, Any]:
         topk_group=1,
     )
     return config, Glm4MoeMoE(config).float()
+
+
+def nemotron_h(shape: Shape, *, latent: bool) -> tuple[Any, Any]:
+    """Return a config and a block, with experts between latent projections or without them."""
+    from transformers import NemotronHConfig
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
+
+    config = NemotronHConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.intermediate,
+        moe_shared_expert_intermediate_size=2 * shape.intermediate,
+        moe_latent_size=shape.latent if latent else None,
+        n_routed_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=SCALE,
+        layers_block_type=["moe"],
+    )
+    return config, NemotronHMoE(config).float()
 
 
 def set_fields(config: Any, **fields: Any) -> None:

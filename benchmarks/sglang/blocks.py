@@ -28,6 +28,7 @@ import weft
 from weft.cli.demo import CHECKPOINT
 
 SMALL = Shape()
+CALLERS = ("kimi_k3", "nemotron_h")  # blocks whose forward stays SGLang's
 COUNTS = (5, 9, 0, 3)  # tokens of each rank
 DECODE, PREFILL = 256, 4096  # most tokens of a graph and of a prefill chunk, on a GPU
 VARIANTS = {
@@ -90,7 +91,7 @@ def set_up(group: weft.Group, device: str = "cpu") -> Any:
 
 
 def replace_gpu_kernels() -> None:
-    """Replace kernels of shared experts that SGLang has for GPUs alone by plain torch."""
+    """Replace kernels of gates and shared experts that exist for GPUs alone by plain torch."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
     from sglang.srt.models import deepseek_v2
 
@@ -103,6 +104,13 @@ def replace_gpu_kernels() -> None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)
 
+    multiply = torch.mm
+
+    def mm(x: torch.Tensor, y: torch.Tensor, *, out_dtype: Any = None, **kwargs: Any) -> Any:
+        wide = out_dtype is not None
+        return multiply(x.to(out_dtype), y.to(out_dtype)) if wide else multiply(x, y, **kwargs)
+
+    torch.mm = mm
     deepseek_v2.silu_and_mul_clamp = clamp
     fused_moe.swiglu_no_interleaved_with_alpha_and_limit = swiglu
 
@@ -211,6 +219,17 @@ def mimo_v2(layer: int, shape: Shape) -> Block:
     return block, moe_blocks.load_block(block, theirs, block.experts, "bfloat16", bias)
 
 
+def nemotron_h(layer: int, shape: Shape, *, latent: bool = False) -> Block:
+    """A block of Nemotron-3 in bfloat16."""
+    from sglang.srt.models.nemotron_h import NemotronHMoE
+
+    config, theirs = moe_blocks.nemotron_h(shape, latent=latent)
+    with bfloat16_by_default():
+        block = NemotronHMoE(config, layer, prefix=f"model.layers.{layer}.mixer")
+    bias = block.gate.e_score_correction_bias
+    return block, moe_blocks.load_block(block, theirs, block.experts, "bfloat16", bias)
+
+
 def kimi_k3(layer: int, shape: Shape) -> Block:
     """A block of Kimi-K3 with MXFP4 experts."""
     from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
@@ -273,6 +292,8 @@ BLOCKS: dict[str, Callable[..., Block]] = {
     "kimi_k3": functools.partial(kimi_k3, 5),
     "qwen3_moe": functools.partial(qwen3_moe, 8),
     "glm4_moe": functools.partial(glm4_moe, 9),
+    "nemotron_h": functools.partial(nemotron_h, 10),
+    "nemotron_h, latent": functools.partial(nemotron_h, 11, latent=True),
 }
 
 
@@ -286,8 +307,9 @@ def compare(group: weft.Group, names: list[str]) -> dict[str, float]:
         block, formula = BLOCKS[name](SMALL)
         add_to_weft(block, flags)
         torch.manual_seed(1 + group.rank)
-        # Kimi-K3's top-k takes no empty batch on CPUs.
-        counts = [max(count, int(name == "kimi_k3")) for count in COUNTS[: group.size]]
+        # SGLang's top-k takes no empty batch on CPUs. Where SGLang calls it, ranks have tokens.
+        fewest = int(name.startswith(CALLERS))
+        counts = [max(count, fewest) for count in COUNTS[: group.size]]
         set_counts(counts)
         run = functools.partial(run_block, block, name)
         errors[name] = moe_blocks.compare_block(run, formula, counts[group.rank], SMALL)
@@ -386,7 +408,7 @@ def capture_mode() -> Iterator[None]:
 def run_block(block: Any, name: str, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Call a block as its model does."""
     by_token = {"input_ids": ids, "input_ids_global": ids} if hasattr(block, "is_hash") else {}
-    batch = () if name == "kimi_k3" else (SimpleNamespace(),)
+    batch = () if name.startswith(CALLERS) else (SimpleNamespace(),)
     out: torch.Tensor = block(x, *batch, **by_token)
     return out
 

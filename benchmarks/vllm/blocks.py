@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import moe_blocks
 import torch
@@ -150,6 +150,26 @@ def glm4_moe(layer: int, vllm: Any, shape: Shape, root: str) -> Block:
     return block, moe_blocks.load_block(block, theirs, experts, "bfloat16", bias)
 
 
+def nemotron_h(layer: int, vllm: Any, shape: Shape, root: str, *, latent: bool = False) -> Block:
+    """A block of Nemotron-3 in bfloat16."""
+    from vllm.model_executor.layers.fused_moe import config as moe_config
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+    from vllm.model_executor.models.nemotron_h import NemotronHMoE
+
+    platform = moe_config.current_platform
+    if not torch.cuda.is_available():
+        # vLLM has kernels of experts without a gate for GPUs alone, and raises on CPUs.
+        unquantized_fused_moe_method.select_unquantized_moe_backend = _no_backend
+        platform = MagicMock(wraps=platform)
+        platform.is_cuda_alike.return_value = True
+    config, theirs = moe_blocks.nemotron_h(shape, latent=latent)
+    prefix = f"{root}.layers.{layer}.mixer"
+    with patch.object(moe_config, "current_platform", platform):
+        block = NemotronHMoE(config, parallel_config=vllm.parallel_config, prefix=prefix)
+    bias, layer_of_experts = block.gate.e_score_correction_bias, block.experts.routed_experts
+    return block, moe_blocks.load_block(block, theirs, layer_of_experts, "bfloat16", bias)
+
+
 def kimi_k3(layer: int, vllm: Any, shape: Shape, root: str) -> Block:
     """A block of Kimi-K3 with MXFP4 experts."""
     from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
@@ -193,6 +213,8 @@ BLOCKS: dict[str, Callable[..., Block]] = {
     "kimi_k3": functools.partial(kimi_k3, 6),
     "qwen3_moe": functools.partial(qwen3_moe, 8),
     "glm4_moe": functools.partial(glm4_moe, 9),
+    "nemotron_h": functools.partial(nemotron_h, 10),
+    "nemotron_h, latent": functools.partial(nemotron_h, 11, latent=True),
 }
 
 
