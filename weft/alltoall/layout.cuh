@@ -106,7 +106,7 @@ template <Shape S> struct Inbox {
     alignas(128) u64 dispatched[S.ranks];  // flags; one writer each
     alignas(128) u64 ready[S.ranks];   // flags: a peer's experts are done, its outbox may be read
     alignas(128) i32 counts[S.ranks];  // tokens of each source in this round
-    // The time that each peer took from its start to its flag, in ns: of a dispatch, and of a
+    // The time that each peer took from its start to its last flag, in ns: of a dispatch, and of a
     // combine that pushes. Durations need no clock that the ranks share.
     u32 sent_ns[2][S.ranks];
     alignas(128) Route<S> route[S.ranks * S.tokens];

@@ -100,25 +100,25 @@ WEFT_FN void publish(const Team& team, const Site& site, RankSet living, Phase p
             fault(header, sending ? Point::before_flag : Point::before_ready, peer, epoch);
         if (planned == Action::drop) continue;
         if (sending) to.counts[site.rank] = i32(count);
-        if (sends_rows<S>(phase)) {
-            const u64 ns = now_ns() - start_ns;
-            to.sent_ns[phase == Phase::combine][site.rank] = ns < ~0u ? u32(ns) : ~0u;
-        }
         const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
         store_release(sending ? &to.dispatched[site.rank] : &to.ready[site.rank], flag ^ lie);
+        if (sends_rows<S>(phase)) {
+            const u64 ns = now_ns() - start_ns;
+            store_relaxed(&to.sent_ns[phase == Phase::combine][site.rank],
+                          ns < ~0u ? u32(ns) : ~0u);
+        }
     }
     mark_published(team, header, phase, epoch);
 }
 
-// Records a finished wait for a peer's flag. The peer had begun its kernel sent_ns before the flag
-// arrived. If that was after this rank had begun its own, the difference is skew.
+// Records a finished wait for a peer's flag. The peer had begun its kernel about sent_ns before the
+// flag arrived. If that was after this rank had begun its own, the difference is skew.
 template <Shape S>
-WEFT_FN void record_flag(Inbox<S>& inbox, Header& header, Phase phase, u64 epoch, u32 peer,
-                         u64 start_ns, const SpinWait& spin) {
+WEFT_FN void record_flag(Header& header, Phase phase, u64 epoch, u32 peer, u64 start_ns,
+                         u32 sent_ns, const SpinWait& spin) {
     const u64 now = spin.polls == 0 ? 0 : now_ns(), waited_ns = now - spin.start;
     u64 transfer_ns = 0;
     if (sends_rows<S>(phase) && waited_ns != 0) {
-        const u64 sent_ns = inbox.sent_ns[phase == Phase::combine][peer];
         const i64 late_ns = i64(now - start_ns) - i64(sent_ns);
         const u64 skew_ns = late_ns < 0 ? 0 : u64(late_ns);
         transfer_ns = skew_ns < waited_ns ? waited_ns - skew_ns : 0;
@@ -138,13 +138,18 @@ WEFT_FN bool await_all(const Team& team, const Site& site, RankSet living, Phase
         fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
               epoch);
         u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
+        // The peer's time from its start to its flag in the last round: of this round it comes
+        // after the flag, and a wait for it would make every round longer.
+        const u32 sent_ns = sends_rows<S>(phase)
+                                ? load_relaxed(&own.inbox.sent_ns[phase == Phase::combine][peer])
+                                : 0;
         SpinWait spin;
         spin.is_timed = peer != site.rank && (phase == Phase::dispatch || team.first());
         const bool ok = await_flag(own.header, site, flag, peer, phase, call, epoch, epoch, spin);
         arrived = ok && arrived;
         if (ok) mark_arrived(team, own.header, phase, epoch, peer);
         if (ok && spin.is_timed)
-            record_flag<S>(own.inbox, own.header, phase, epoch, peer, start_ns, spin);
+            record_flag<S>(own.header, phase, epoch, peer, start_ns, sent_ns, spin);
     }
     return team.all(arrived);
 }
