@@ -381,7 +381,17 @@ EXPECTED_API = (
     ExpectedAPI(_STATE + "get_attn_tp_group", ""),
     ExpectedAPI(_STATE + "get_moe_ep_group", ""),
     ExpectedAPI(_STATE + "get_moe_tp_group", ""),
-    ExpectedAPI(_STATE + "GroupCoordinator.__init__", attributes="ranks world_size cpu_group"),
+    ExpectedAPI(  # of 0.5.23: in healing.py, which wraps it
+        _STATE + "GroupCoordinator.__init__",
+        {
+            "0.5.17": "self, group_ranks, local_rank, torch_distributed_backend, use_pynccl, "
+            "use_pymscclpp, use_custom_allreduce, use_torch_symm_mem_all_reduce, "
+            "use_hpu_communicator, use_xpu_communicator, use_npu_communicator, "
+            "use_message_queue_broadcaster=, group_name=, gloo_timeout=, recovered_rank=, "
+            "rank_offset=, max_world_size="
+        },
+        attributes="ranks world_size cpu_group",
+    ),
     ExpectedAPI(_STATE + "GroupCoordinator.all_reduce", "self, input_"),
     ExpectedAPI(
         _NORMS + "RMSNorm.__init__",

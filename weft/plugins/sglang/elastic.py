@@ -604,7 +604,8 @@ EXPECTED_API = (
         {"0.5.23": "self, worker_count"},
     ),
     ExpectedAPI(_MANAGERS + "io_struct.AbortReq", {"0.5.23": None}, "finished_reason"),
-    ExpectedAPI(_MANAGERS + "io_struct.ActiveRanksOutput", {"0.5.23": None}, "status rid"),
+    ExpectedAPI(_MANAGERS + "io_struct.ActiveRanksOutput", {"0.5.23": None}, "status"),
+    ExpectedAPI(_MANAGERS + "io_struct.BaseReq", {"0.5.23": None}, "rid"),
     ExpectedAPI(
         _MANAGERS + "io_struct.TokenizedGenerateReqInput", {"0.5.23": None}, "routed_dp_rank"
     ),

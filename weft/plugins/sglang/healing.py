@@ -353,6 +353,7 @@ HOOKS = (
             "use_hpu_communicator, use_xpu_communicator, use_message_queue_broadcaster=, "
             "group_name=, gloo_timeout=, recovered_rank=, rank_offset=, max_world_size="
         },
+        attributes="ranks world_size cpu_group",  # what allreduce.py reads
         function=create_lone_group,
     ),
     Hook(
@@ -368,7 +369,6 @@ HOOKS = (
 )
 # Functions and classes that the hooks use.
 EXPECTED_API = (
-    ExpectedAPI(_CONTROLLER + "mp.Process", {"0.5.23": None}),
     ExpectedAPI(
         SRT + "managers.scheduler.run_scheduler_process",
         {
