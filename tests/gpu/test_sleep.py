@@ -76,7 +76,8 @@ def test_graphs_continue_after_every_sleep(group: weft.Group) -> None:
             files = open_files()
     assert open_files() == files
     assert asleep[0] >= free_before - max(NOISE, free_before // 100)
-    assert abs(asleep[-1] - asleep[0]) <= NOISE
+    # The first turn loads kernels for eager calls and checks, after its sleep.
+    assert abs(asleep[-1] - asleep[1]) <= NOISE, asleep
     heap_bytes = sum(heap.size for heap in heaps)
     each = {name: f"{1e3 * total / len(asleep):.1f} ms" for name, total in seconds.items()}
     print(

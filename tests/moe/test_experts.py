@@ -72,7 +72,7 @@ def test_an_expert_in_fp8(gating: Gating | Ungated, tokens: int, device: str):
     gated = GATINGS[gating](*(round_to_fp8(x) @ gate_up.T).chunk(gating.num_projections, dim=-1))
     expected = round_to_fp8(gated) @ down.T
     # A product in another order may round to the neighbour in FP8: 2^-3 of one number of 128.
-    slack = 0.03 * float(expected.abs().max()) if tokens else 0.0
+    slack = 0.04 * float(expected.abs().max()) if tokens else 0.0
     torch.testing.assert_close(got.float().cpu(), expected, rtol=2.0**-7, atol=slack)
 
 

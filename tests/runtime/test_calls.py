@@ -112,8 +112,9 @@ def run_program(group, kind, program, other, odd):
         try:
             for at, n in other if other is not None and group.rank == odd else program:
                 out = call(ops[at], x, IDS.to(x.device), factor=at + 1, rows=n, eps=n * 1e-6)
-                results.append(out.to("cpu", copy=True))
+                result = out.to("cpu", copy=True)  # a GPU reports the round's error afterwards
                 ops[at].check()
+                results.append(result)
         except GroupError as error:
             return results, type(error).__name__, str(error)
     return results, "", ""

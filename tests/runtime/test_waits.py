@@ -67,7 +67,7 @@ def test_the_late_rank_and_its_delay_are_recorded(group: weft.Group, size: int) 
                 name_late_ranks(group, op, 12, 0.04)
 
 
-# Ranks that share a GPU take turns of milliseconds on it.
+# Ranks that share a GPU take turns of milliseconds on it, so their waits begin late.
 DELAYS = [pytest.param(seconds, marks=pytest.mark.gpu(4)) for seconds in (50e-6, 1e-3)] + [50e-3]
 
 
@@ -103,7 +103,8 @@ def test_gpus_name_the_late_rank_and_its_delay(
                 named += max(waited, key=waited.__getitem__, default=None) == late
                 shares.append(waited.get(late, 0.0) / delays[late])
     assert named >= 0.99 * len(shares)
-    assert 0.8 < statistics.median(shares) < 1.2
+    if torch.cuda.device_count() >= group.size:
+        assert 0.8 < statistics.median(shares) < 1.2
 
 
 @pytest.mark.parametrize("name", KINDS)
