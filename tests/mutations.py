@@ -445,7 +445,7 @@ RACES = {
         "a release that orders nothing":
             ("device/order.cuh", "store_release", "RELEASE", "RELAXED"),
         "no credits":
-            ("lowlatency/layout.cuh", "await_credit", r"(?<=\{)(?= const u64)", " return true;"),
+            ("lowlatency/layout.cuh", "await_credit", r"(?<=\{)(?= Header&)", " return true;"),
         "one buffer instead of two":
             ("allreduce/layout.cuh", "side_of", r"epoch & 1", "epoch & 0"),
     }.items()

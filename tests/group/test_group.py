@@ -281,7 +281,9 @@ def test_a_group_whose_descriptors_were_closed_closes_without_an_error(group, tm
         group.close()
         (tmp_path / "closed").touch()
         os._exit(0)  # it has nothing left by which it could report
+    end = time.monotonic() + 60
     while not (tmp_path / "closed").exists():
+        assert time.monotonic() < end, "rank 1 raised an error"
         time.sleep(0.01)
 
 

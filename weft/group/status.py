@@ -50,6 +50,7 @@ class StatusServer:
         self._groups: weakref.WeakSet[Any] = weakref.WeakSet()
         self._process = 0
         self._listener: socket.socket | None = None
+        self._identity: tuple[int, int] | None = None  # of the listener's descriptor
         self._thread: threading.Thread | None = None
         atexit.register(self._close, join=True)
 
@@ -64,6 +65,7 @@ class StatusServer:
                 return
             try:
                 self._listener = _listen()
+                self._identity = _identify(self._listener)
             except OSError as error:
                 _log.warning("weft top will not show process %d: %s", os.getpid(), error)
                 return
@@ -83,10 +85,13 @@ class StatusServer:
         """End the thread; with `join`, wait until it no longer runs."""
         if self._listener is None or self._process != os.getpid():
             return
+        listener, self._listener = self._listener, None
+        if _identify(listener) != self._identity:
+            listener.detach()  # the process closed all descriptors, and may have reused this one
+            return
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._listener.close()
-        self._listener = None
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        listener.close()
         if join and self._thread is not None:
             self._thread.join(_TIMEOUT)
 
@@ -119,6 +124,15 @@ def _listen() -> socket.socket:
     listener.bind(f"\0{_PREFIX}-{os.getpid()}-{secrets.token_hex(8)}")
     listener.listen(8)
     return listener
+
+
+def _identify(listener: socket.socket) -> tuple[int, int] | None:
+    """Return device and inode of a socket's descriptor, or None if it is closed."""
+    try:
+        status = os.fstat(listener.fileno())
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _peer_user(connection: socket.socket) -> int:
