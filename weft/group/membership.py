@@ -146,7 +146,7 @@ class Roster:
 
     def members(self) -> dict[str, Lifecycle]:
         """Return the operators that exist, by name, in order of creation."""
-        return dict(self._members)
+        return dict(self._members.items())  # by key, one may end in between
 
     def report_end(self, rank: int) -> None:
         """Record that the process of a rank has ended, and notify all operators."""
