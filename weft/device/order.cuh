@@ -81,7 +81,7 @@ template <class Word> WEFT_FN Word load_relaxed(Word* at) { return WEFT_LOAD(at,
 WEFT_FN u32 add_acq_rel(u32* at, u32 value) { return WEFT_ADD(at, value, ACQ_REL, DEVICE); }
 
 // Counts without any order: for callers that only need to know that they were the last, and for
-// statistics, whose result nobody waits for.
+// statistics, where the result of the addition is not used.
 WEFT_FN u32 add_relaxed(u32* at, u32 value) { return WEFT_ADD(at, value, RELAXED, DEVICE); }
 WEFT_FN u64 add_relaxed(u64* at, u64 value) { return WEFT_ADD(at, value, RELAXED, DEVICE); }
 

@@ -184,6 +184,8 @@ def test_weights_of_ranks_are_compared(standin: Any) -> None:
             tensor = torch.ones((size,) if size else ()) if values is None else values.bfloat16()
             if name == change:
                 tensor += 1
+            elif change == f"{name}, flipped":
+                tensor = tensor.flip(-1)
             owner.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
         return describe_weights(model, [model.experts], locations, rank)
 
@@ -193,7 +195,8 @@ def test_weights_of_ranks_are_compared(standin: Any) -> None:
     for change, text in (
         ("norm", "norm differs between rank 0 and rank 2"),
         ("scale", "scale differs between rank 0 and rank 2"),
-        ("w", r"w of expert 0 of layer 0 differs between rank 0 and rank 2 \(\d+ and \d+\)"),
+        ("w", r"w of expert 0 of layer 0 differs between rank 0 and rank 2 \(-?\d+ and -?\d+\)"),
+        ("w, flipped", "w of expert 0 of layer 0 differs between rank 0 and rank 2"),
     ):
         with pytest.raises(SetupError, match=text):
             check_weights_equal([*ranks[:2], describe(2, 0, change)])

@@ -312,7 +312,7 @@ class Survivors:
 
 
 _survivors: Survivors | None = None
-_has_unreported_change = False  # whether the tokenizer must be told which ranks are active
+_has_unreported_change = False  # whether the tokenizer lacks the active ranks
 
 
 def create_group(process_group: Any, device: torch.device) -> Group:

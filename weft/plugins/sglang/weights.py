@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from weft.moe import RELU2, Gating, Ungated
 from weft.plugins.weights import Layer, check_weights
 
 TRITON = "--moe-runner-backend triton"
+_DIGEST_FACTOR = 0x9E3779B97F4A7C1  # any odd number
 
 
 def build_layer(fused: Any) -> Layer:
@@ -166,15 +168,21 @@ def describe_weights(
                 digests[f"{name} of expert {expert} of layer {layer.layer_id}"] = digest
     for name, tensor in model.named_parameters():
         if id(tensor) not in of_experts:
-            digests[name] = sum(_compute_digests(tensor))
+            digests[name] = _compute_digests(tensor.unsqueeze(0))[0]
     return digests
 
 
 def _compute_digests(tensor: torch.Tensor) -> list[int]:
-    """Return the sum of the bytes of each row of `tensor`."""
-    rows = tensor.detach().reshape(max(1, len(tensor) if tensor.dim() else 1), -1).contiguous()
-    sums: list[int] = rows.view(torch.uint8).sum(1, dtype=torch.int64).tolist()
-    return sums
+    """Return a digest of each row of `tensor`, which depends on its bytes and on their places."""
+    rows = tensor.detach().reshape(len(tensor), -1).contiguous().view(torch.uint8)
+    blocks = rows.reshape(len(rows), -1, math.gcd(rows.shape[1], 128))
+
+    def weigh(sums: torch.Tensor) -> torch.Tensor:
+        return (sums * torch.arange(1, sums.shape[1] + 1, device=sums.device)).sum(1)
+
+    by_block, by_place = (weigh(blocks.sum(dim, dtype=torch.int64)) for dim in (2, 1))
+    digests: list[int] = (by_block * _DIGEST_FACTOR + by_place).tolist()  # modulo 2^64
+    return digests
 
 
 def check_weights_equal(digests_by_rank: list[dict[str, Any]]) -> None:
