@@ -223,6 +223,16 @@ def test_kernels_compile_with_fault_points(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_lane_takes_the_time_of_its_wait_before_it_meets_the_others() -> None:
+    """Lanes that wait for different peers meet where the loop ends: at the longest wait."""
+    program = all_to_all(V3).program
+    code = disassemble(program.compile_cubin("sm_90a"))
+    code = code.partition(f".text.{program.kernel_name('dispatch_receive')}:")[2]
+    poll = code.partition("CCTL.IVALL")[2].partition(" BRA ")[0]
+    assert "SR_GLOBALTIMERLO" in poll
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("combine", ["push", "push_fp8", "gemm_push"])
 def test_all_rows_of_a_token_are_loaded_before_the_first_is_used(combine: str) -> None:
     program = groups(replace(FEW, combine=combine), "contiguous", 32, 8192, 1).program

@@ -77,14 +77,18 @@ DELAYS = [pytest.param(seconds, marks=pytest.mark.gpu(4)) for seconds in (50e-6,
 def test_gpus_name_the_late_rank_and_its_delay(
     group: weft.Group, name: str, seconds: float
 ) -> None:
-    """A round of another operator ends on all GPUs at once, then a kernel delays one of them."""
-    rounds, named, shares = 100, 0, []
+    """A round of another operator ends on all GPUs at once, then a kernel delays one of them.
+
+    With a GPU for each rank, another one is delayed by half of that time.
+    """
+    rounds, named, shares, half_shares = 100, 0, [], []
+    alone = torch.cuda.device_count() >= group.size
     with KINDS["pull"].open(group) as meeting, KINDS[name].open(group) as op:
         meeting.rounds(2)
         op.rounds(2)
         before: dict[int, float] = {}
         for i in range(rounds + 1):
-            late = i % group.size
+            late, half_late = i % group.size, (i + 1) % group.size
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             group.barrier()
             torch.cuda._sleep(2_000_000)  # while the host enqueues what follows
@@ -92,6 +96,8 @@ def test_gpus_name_the_late_rank_and_its_delay(
             begun.record()
             if group.rank == late:
                 torch.cuda._sleep(int(seconds * 1.7e9))  # cycles
+            elif group.rank == half_late and alone:
+                torch.cuda._sleep(int(seconds / 2 * 1.7e9))
             ended.record()
             op.enqueue(1.0)
             torch.cuda.synchronize()
@@ -101,10 +107,13 @@ def test_gpus_name_the_late_rank_and_its_delay(
             delays = group.all_gather(begun.elapsed_time(ended) / 1000)
             if i > 0 and group.rank != late:
                 named += max(waited, key=waited.__getitem__, default=None) == late
-                shares.append(waited.get(late, 0.0) / delays[late])
-    assert named >= 0.99 * len(shares)
-    if torch.cuda.device_count() >= group.size:
+                if group.rank != half_late:
+                    shares.append(waited.get(late, 0.0) / delays[late])
+                    half_shares.append(waited.get(half_late, 0.0) / delays[late])
+    assert named >= 0.99 * rounds * (group.size - 1) / group.size
+    if alone:
         assert 0.8 < statistics.median(shares) < 1.2
+        assert statistics.median(half_shares) < 0.7
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -150,26 +159,27 @@ def test_counters_survive_sleep_and_are_read_meanwhile(group: weft.Group) -> Non
 @pytest.mark.parametrize("name", ["pull", "push"])
 @on_ranks(2, "cpu", "cuda")
 def test_a_rank_that_begins_late_is_told_from_one_that_sends_late(group, name):
+    """Each cause lasts one round, so that the cause of the round before is another one."""
+    causes = ("skew", "transfer")
+    seconds = {cause: dict.fromkeys(causes, 0.0) for cause in causes}
     with KINDS[name].open(group, faults=True) as op:
         op.round()
-        for cause in ("skew", "transfer"):
-            if group.rank == 1 and cause == "transfer":
-                plan_fault(op.operator, AFTER_PAYLOAD, DELAY, argument=20_000_000)
-            before = waits_of(op.operator)
-            for _ in range(5):
-                group.barrier()
-                if group.rank == 1 and cause == "skew":
-                    time.sleep(0.02)
-                op.round()
+        for i in range(10):
+            cause, before = causes[i % 2], waits_of(op.operator)
+            if group.rank == 1:
+                argument = 20_000_000 if cause == "transfer" else 0
+                plan_fault(op.operator, AFTER_PAYLOAD, DELAY, argument=argument)
+            group.barrier()
+            if group.rank == 1 and cause == "skew":
+                time.sleep(0.02)
+            op.round()
             after = waits_of(op.operator)
-            if group.rank == 0:
-                seconds = {
-                    part: getattr(after[1], part).total_seconds
-                    - getattr(before[1], part).total_seconds
-                    for part in ("skew", "transfer")
-                }
-                assert max(seconds, key=seconds.__getitem__) == cause, seconds
-                assert seconds[cause] > 0.02, seconds  # of 0.1, less what delays this rank
+            for part in causes if group.rank == 0 else ():
+                times = [getattr(waits[1], part).total_seconds for waits in (after, before)]
+                seconds[cause][part] += times[0] - times[1]
+    for cause, parts in seconds.items() if group.rank == 0 else ():
+        assert max(parts, key=parts.__getitem__) == cause, seconds
+        assert parts[cause] > 0.02, seconds  # of 0.1, less what delays this rank
 
 
 @on_ranks(2, "threads")

@@ -104,22 +104,37 @@ WEFT_FN void publish(const Team& team, const Site& site, RankSet living, Phase p
         store_release(sending ? &to.dispatched[site.rank] : &to.ready[site.rank], flag ^ lie);
         if (sends_rows<S>(phase)) {
             const u64 ns = now_ns() - start_ns;
-            store_relaxed(&to.sent_ns[phase == Phase::combine][site.rank],
-                          ns < ~0u ? u32(ns) : ~0u);
+            store_relaxed(&to.sent[phase == Phase::combine][site.rank], make_sent_word(epoch, ns));
         }
     }
     mark_published(team, header, phase, epoch);
 }
 
+constexpr u64 long_wait_ns = 1 << 15, sent_limit_ns = 2000;
+
+// How long a peer took from its start to the flag that a wait has seen. After a long wait, the word
+// of this round is read, which follows the flag. After a short one, whose round a load would
+// lengthen, `before` is used: the word that was there before the wait.
+WEFT_FN u32 sent_ns_of(u64* word, u64 before, u64 epoch, u64 waited_ns) {
+    if (waited_ns < long_wait_ns) return u32(before);
+    u64 seen = load_relaxed(word);
+    for (const u64 start = now_ns(); is_older_sent_word(seen, epoch);) {
+        if (now_ns() - start > sent_limit_ns) break;
+        seen = load_relaxed(word);
+    }
+    return u32(seen);
+}
+
 // Records a finished wait for a peer's flag. The peer had begun its kernel about sent_ns before the
 // flag arrived. If that was after this rank had begun its own, the difference is skew.
 template <Shape S>
-WEFT_FN void record_flag(Header& header, Phase phase, u64 epoch, u32 peer, u64 start_ns,
-                         u32 sent_ns, const SpinWait& spin) {
-    const u64 now = spin.polls == 0 ? 0 : now_ns(), waited_ns = now - spin.start;
+WEFT_FN void record_flag(Header& header, Phase phase, u64 epoch, u32 peer, u64 start_ns, u64* sent,
+                         u64 sent_before, const SpinWait& spin) {
+    const u64 waited_ns = spin.waited_ns();
     u64 transfer_ns = 0;
     if (sends_rows<S>(phase) && waited_ns != 0) {
-        const i64 late_ns = i64(now - start_ns) - i64(sent_ns);
+        const u32 sent_ns = sent_ns_of(sent, sent_before, epoch, waited_ns);
+        const i64 late_ns = i64(spin.end - start_ns) - i64(sent_ns);
         const u64 skew_ns = late_ns < 0 ? 0 : u64(late_ns);
         transfer_ns = skew_ns < waited_ns ? waited_ns - skew_ns : 0;
     }
@@ -138,18 +153,16 @@ WEFT_FN bool await_all(const Team& team, const Site& site, RankSet living, Phase
         fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
               epoch);
         u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
-        // The peer's time from its start to its flag in the last round: of this round it comes
-        // after the flag, and a wait for it would make every round longer.
-        const u32 sent_ns = sends_rows<S>(phase)
-                                ? load_relaxed(&own.inbox.sent_ns[phase == Phase::combine][peer])
-                                : 0;
-        SpinWait spin;
-        spin.is_timed = peer != site.rank && (phase == Phase::dispatch || team.first());
+        u64* sent = &own.inbox.sent[phase == Phase::combine][peer];
+        const u64 sent_before = sends_rows<S>(phase) ? load_relaxed(sent) : 0;
+        const bool marks = phase == Phase::dispatch || team.first();
+        const bool records = marks && peer != site.rank;
+        SpinWait spin{.is_timed = records || (marks && WEFT_PROFILE)};
         const bool ok = await_flag(own.header, site, flag, peer, phase, call, epoch, epoch, spin);
         arrived = ok && arrived;
-        if (ok) mark_arrived(team, own.header, phase, epoch, peer);
-        if (ok && spin.is_timed)
-            record_flag<S>(own.header, phase, epoch, peer, start_ns, sent_ns, spin);
+        if (ok && marks) mark_arrived(own.header, phase, epoch, peer, spin);
+        if (ok && records)
+            record_flag<S>(own.header, phase, epoch, peer, start_ns, sent, sent_before, spin);
     }
     return team.all(arrived);
 }

@@ -47,13 +47,11 @@ WEFT_FN void mark_published(const Team& team, Header& header, Phase phase, u64 e
     }
 }
 
-// Called by the lane that has observed the peer's flag. If all teams wait, the first one records
-// it.
-template <class Team>
-WEFT_FN void mark_arrived(const Team& team, Header& header, Phase phase, u64 epoch, u32 peer) {
+// Called by the lane that has observed the peer's flag, with its timed SpinWait.
+template <class Spin>
+WEFT_FN void mark_arrived(Header& header, Phase phase, u64 epoch, u32 peer, const Spin& spin) {
     if constexpr (WEFT_PROFILE)
-        if (phase == Phase::dispatch || team.first())
-            timeline(header, phase, epoch).arrived_ns[peer] = now_ns();
+        timeline(header, phase, epoch).arrived_ns[peer] = spin.polls == 0 ? now_ns() : spin.end;
 }
 
 // Called by one lane of each team that ends; the latest one counts.

@@ -232,12 +232,19 @@ WEFT_FN bool wait_failed(Header& header, const Site& site, const Wait& wait, u64
 
 // State of one thread's spin loop.
 struct SpinWait {
-    u64 start = 0;
-    u32 polls = 0;
-    bool is_timed = false;  // whether the caller records the duration
+    u64 start = 0, end = 0;  // end: of a timed wait, after the last poll
+    u32 polls = 0;           // that have failed
+    bool is_timed = false;   // whether the caller records the duration
 
-    // The time since the first poll failed, 0 if none did. Only for a timed wait.
-    WEFT_FN u64 waited_ns() const { return polls == 0 ? 0 : now_ns() - start; }
+    // The time from the first poll to the last one, 0 if the first one succeeded. Only for a timed
+    // wait.
+    WEFT_FN u64 waited_ns() const { return polls == 0 ? 0 : end - start; }
+
+    // Call after each poll, before the branch that ends the loop: the lanes of a warp leave the
+    // loop together, so after it a lane would see the end of the longest wait among them.
+    WEFT_FN void take_time() {
+        if (is_timed && polls != 0) end = now_ns();
+    }
 
     // False when the wait has failed; the reason is recorded then.
     WEFT_FN bool keep_waiting(Header& header, const Site& site, const Wait& wait) {
@@ -264,6 +271,7 @@ WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, P
                         u32 call, u64 epoch, u64 expected, SpinWait& spin) {
     for (;;) {
         const u64 seen = load_acquire(flag);
+        spin.take_time();
         if (flag_generation(seen) == (header.generation & 0xffffu) &&
             flag_not_older(seen, expected)) {
             if (flag_call(seen) == call) return true;

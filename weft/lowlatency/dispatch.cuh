@@ -148,7 +148,6 @@ WEFT_FN void check_dispatch_begun(const Block& team, const LowLatencyDispatchArg
     const u32 peer = team.lane();
     u32 tokens = 0;
     if (!state.is_living_peer<S>(peer) || !await_dispatch_begun<S>(a, epoch, peer)) return;
-    mark_arrived(team, own_share<S>(a.site).header, Phase::dispatch, epoch, peer);
     await_last_token<S>(a, epoch, peer, tokens);
 }
 

@@ -187,7 +187,6 @@ bool receive_metadata(const LowLatencyDispatchArgs& a, u64 epoch, u32 (&tokens)[
     const bool received = for_living<S>(a.site, [&](u32 source) {
         fault(own.header, Point::before_poll, source, epoch);
         if (!await_dispatch_begun<S>(a, epoch, source)) return false;
-        mark_arrived(Solo{}, own.header, Phase::dispatch, epoch, source);
         return await_last_token<S>(a, epoch, source, tokens[source]);
     });
     if (!received) return false;

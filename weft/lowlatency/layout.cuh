@@ -250,6 +250,7 @@ WEFT_FN bool await_tagged(Header& header, const Site& site, Phase phase, u64* at
                           u64 epoch, u32& value, SpinWait& spin) {
     for (;;) {
         const u64 word = load_relaxed(at);
+        spin.take_time();
         value = value_of(word);
         if (is_of(word, epoch)) return true;
         if (!spin.keep_waiting(header, site, {peer, phase, epoch, epoch_in(word, epoch)}))
@@ -297,11 +298,13 @@ template <LowLatencyShape S> WEFT_FN u32 clamp_tokens(u32 count) {
 template <LowLatencyShape S>
 WEFT_FN bool await_dispatch_begun(const LowLatencyDispatchArgs& a, u64 epoch, u32 peer) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
-    SpinWait spin{.is_timed = peer != a.site.rank};
+    const bool records = peer != a.site.rank;
+    SpinWait spin{.is_timed = records || WEFT_PROFILE};
     if (!await_flag(own.header, a.site, &own.inbox.dispatch_begun[peer], peer, Phase::dispatch,
                     u32(a.call.hash) & flag_mask, epoch, epoch, spin))
         return false;
-    if (spin.is_timed) record_wait(own.header, Phase::dispatch, epoch, peer, spin.waited_ns());
+    mark_arrived(own.header, Phase::dispatch, epoch, peer, spin);
+    if (records) record_wait(own.header, Phase::dispatch, epoch, peer, spin.waited_ns());
     return true;
 }
 
