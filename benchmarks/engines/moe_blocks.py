@@ -8,6 +8,7 @@ weft runs them, on CPU ranks or one GPU; on a GPU the engine's own kernels run t
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import datetime
 import gc
@@ -60,6 +61,7 @@ PUBLISHED = {
     "mimo_v2": Shape(4096, 2048, 64, 8),
     "qwen3_moe": Shape(2048, 768, 128, 8),  # Qwen3-30B-A3B
     "nemotron_h": Shape(2688, 1856, 128, 6, 1024),  # Nemotron-3 Nano
+    "gpt_oss": Shape(2880, 2880, 128, 4),  # GPT-OSS-120B
 }
 
 
@@ -246,7 +248,65 @@ def nemotron_h(shape: Shape, *, latent: bool) -> tuple[Any, Any]:
     return config, NemotronHMoE(config).float()
 
 
-def set_fields(config: Any, **fields: Any) -> None:
+def gpt_oss(shape: Shape, kind: str) -> tuple[Any, Formula, dict[str, torch.Tensor]]:
+    """Return a config, a formula, and the checkpoint of a block with random weights and biases.
+
+    Args:
+        shape: The block's sizes.
+        kind: The experts' format, "bfloat16" or "mxfp4".
+    """
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    config = GptOssConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_local_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        num_hidden_layers=1,
+        swiglu_limit=7.0,  # a constant in vLLM
+        dtype=torch.bfloat16,
+    )
+    theirs = GptOssMLP(config).float()
+    draw(theirs)
+    checkpoint = {}
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_().copy_(parameter.bfloat16())
+        if kind == "mxfp4" and parameter.dim() == 3:
+            pairs = []
+            for matrix in parameter.data:  # one at a time, because copies are large
+                values, scales = quantize_mxfp4(matrix.T.contiguous()[None])
+                matrix.copy_(dequantize_mxfp4(values, scales)[0].T)
+                pairs.append((values.unflatten(2, (-1, 16)), scales))
+            for suffix, parts in zip(("blocks", "scales"), zip(*pairs, strict=True), strict=True):
+                checkpoint[f"mlp.{name}_{suffix}"] = torch.cat(parts)
+        else:
+            checkpoint[f"mlp.{name}"] = parameter.bfloat16()
+    router = copy.deepcopy(theirs.router).bfloat16()  # as engines compute it
+
+    def run(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        logits, chosen = router(x.bfloat16())[::2]
+        weights = logits.float().gather(1, chosen).softmax(1)
+        out: torch.Tensor = theirs.experts(x, chosen, weights)
+        return out
+
+    return config, run, checkpoint
+
+
+def load_gpt_oss(
+    model_class: Any, block: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], **fields: Any
+) -> None:
+    """Load a checkpoint by the loader of an engine's model, which here has one block alone."""
+    model = model_class.__new__(model_class)
+    nn.Module.__init__(model)
+    model.mlp = block
+    set_fields(model, **fields)
+    with torch.no_grad():
+        model.load_weights(weights)
+
+
+def set_fields(config: Any, /, **fields: Any) -> None:
     """Set fields of published configs that engines read and transformers' configs lack."""
     for name, value in fields.items():
         setattr(config, name, value)
