@@ -606,7 +606,8 @@ def main(
     parser.add_argument("what")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4], help="of CPUs")
-    parser.add_argument("--names", nargs="*", help=f"(default: all) {'; '.join(names)}")
+    listed = "; ".join(names)
+    parser.add_argument("--names", nargs="*", help=f"or before the comma (default: all): {listed}")
     what = "; ".join(f"{name}: {text}" for name, text in variants.items())
     parser.add_argument("--variants", nargs="*", default=["weft"], help=f"on a GPU: {what}")
     parser.add_argument("--tokens", type=int, nargs="*", default=[8, 64, 256, 4096])
@@ -617,10 +618,12 @@ def main(
     args = parser.parse_args()
     speed = args.what == "speed"
     measured = [name for name in names if name.endswith("by logits")]
-    args.names = args.names or (measured if speed else [*names])
+    families = {name: name.partition(",")[0] for name in names}
+    if unknown := set(args.names or ()) - {*families, *families.values()}:
+        parser.error(f"no block {', '.join(unknown)}; there are {listed}")
+    wanted = args.names or (measured if speed else families)
+    args.names = [name for name, family in families.items() if {name, family} & {*wanted}]
     args.calls = 20 * speed if args.calls is None else args.calls
-    if unknown := set(args.names) - {*names}:
-        parser.error(f"no block {', '.join(unknown)}; there are {'; '.join(names)}")
     if unknown := set(args.variants) - {*variants}:
         parser.error(f"no variant {', '.join(unknown)}; there are {', '.join(variants)}")
     if args.device == "cuda":
