@@ -102,15 +102,6 @@ def _gemm(
     return Mutation((Edit(f"gemm/{file}", function, pattern, replacement),), error, run)
 
 
-def _paired(
-    function: str, pattern: str, replacement: str, error: str = WRONG, **run: Any
-) -> Mutation:
-    """Return a fault of swapped tiles, with two k blocks in a stage as split tiles have."""
-    file = "loader.cuh" if function.startswith(("load", "prefetch")) else "mainloop_fp8.cuh"
-    run = {"epilogue": "gated_fp8", "block_m": 256, **run}
-    return _gemm(file, function, pattern, replacement, error, **run)
-
-
 Run = dict[str, Any]
 BF16: Run = {"weights": "bf16", "block_m": 256}
 GATED: Run = {"epilogue": "gated_fp8", "block_m": 64}
@@ -239,9 +230,6 @@ GEMM = {
     "a tile starts in the first stage of the ring":
         _gemm("mainloop_fp8.cuh", "mainloop_split", r"\? 0 : pipeline\.stage", "? 0 : 0",
               STUCK, block_m=256),
-    "a split tile overwrites staging memory that others read":
-        _gemm("compute.cuh", "compute_tiles", r"after_split = false;", "", block_m=256,
-              k=128),
     "both blocks have the scales of the first":
         _gemm("mainloop_fp8.cuh", "NormalScales::read_split", r"rows\[block\]", "rows[0]",
               block_m=256),
@@ -249,16 +237,25 @@ GEMM = {
         _gemm("epilogue_gated_fp8.cuh", "store_gated_fp8_split",
               r"if \(half != 0\) __syncwarp\(\);", "", **GATED | {"block_m": 256}),
     "both CTAs load the first rows":
-        _gemm("loader.cuh", "load_row_tile", r"rank \* normal_m \+ r", "r", block_m=256),
+        _gemm("loader.cuh", "load_rows", r"rank \* normal_m \+ r", "r", block_m=256),
     "weights are loaded for one CTA alone":
         _gemm("loader.cuh", "load_weight_box", r"multicast\(3,", "multicast(2,", "deadlock",
               block_m=256),
     "a warpgroup without rows releases nothing":
         _gemm("mainloop_fp8.cuh", "mainloop_split",
               r"(wait\(pipeline\.parity\);) release_stage[^;]*;", r"\1", "deadlock", block_m=256),
+    # Which tiles are split and which wide.
+    "the second half of the weights has other rows":
+        _gemm("tile_scheduler.cuh", "set_split_or_wide", r"i - expert\.split - expert\.wide : i",
+              "i : i", block_m=256),
+    "a wide tile has half of its weights":
+        _gemm("tile_scheduler.cuh", "set_split_or_wide", r"blockIdx\.x % 2 : second_half",
+              "second_half : second_half", block_m=256),
+    "half of the last 512 weight rows has no tiles":
+        _gemm("tile_scheduler.cuh", "SplitExpert::tiles", r"half \* ", "0 * ", block_m=256),
     # Wide tiles. Of the last one, the second CTA has no weights.
     "both CTAs have the same weights":
-        _gemm("tile_scheduler.cuh", "next", r" \+ blockIdx\.x % 2", "", block_m=128),
+        _gemm("tile_scheduler.cuh", "set_blocks", r" \+ blockIdx\.x % 2", "", block_m=128),
     "weights that do not exist are expected":
         _gemm("loader.cuh", "load_weights", r"tile\.has_weights<S>\(\) \? ([^:]*) : 0", r"\1",
               "deadlock", block_m=128),
@@ -270,35 +267,10 @@ GEMM = {
         _gemm("loader.cuh", "load_wide_weights", r"S\.gated\(\) \? S\.n / 2 : block_n", "block_n",
               **GATED | {"block_m": 128}),
     "the second CTA has the scales of one block":
-        _gemm("loader.cuh", "load", r"two_blocks \? 0 : rank", "rank", block_m=128),
+        _gemm("loader.cuh", "load", r"S\.has_wide_n\(\) \? 0 : rank", "rank", block_m=128),
     "the second CTA skips the rows of the first":
         _gemm("tile_scheduler.cuh", "first_row_of", r"is_split<S>\(\) \? ([^:]*) : 0", r"\1",
               block_m=128),
-    # Two k blocks in a stage.
-    "the second k block is added before it is complete":
-        _paired("mainloop_paired", r"two\.template promote<0>(\(sum\);)",
-                r"two.template promote<1>\1 wgmma_wait<0>();"),
-    "the first k block is added before it is complete":
-        _paired("mainloop_paired", r"one\.template promote<1>", "one.template promote<2>"),
-    "a stage is released before its second k block is complete":
-        _paired("mainloop_paired", r"(two\.template promote[^;]*;) (release_stage[^;]*;)", r"\2 \1",
-                k=1280),
-    "the second k block has the weights of the first":
-        _paired("mainloop_paired", r"weights \+ S\.half_stage_bytes\(\) / 16", "weights"),
-    "the second k block has the scales of the first":
-        _paired("mainloop_paired", r"pipeline\.stage, max_paired_m", "pipeline.stage"),
-    "scales of both k blocks go to one place":
-        _paired("load_tile_scales", r"place \* max_paired_m", "0"),
-    "one k block of two is awaited":
-        _paired("load_weights", r"arrive_expect_tx\(k_blocks \*", "arrive_expect_tx(", STUCK),
-    "rows of both k blocks go to one place":
-        _paired("load_rows", r"to \+ i \* S\.half_stage_bytes\(\)", "to"),
-    "an odd last k block is left out":
-        _paired("mainloop_paired", r"S\.k_blocks\(\) % 2 != 0", "false", f"deadlock|{WRONG}"),
-    "the scales of an odd last k block never arrive":
-        _paired("load_tile_scales", r" && k \+ n \+ 1 < S\.k_blocks\(\)", "", "deadlock"),
-    "prefetched weights are one k block a stage":
-        _paired("prefetch_weights", r"k \+= [^;]*;", "k += 1;", STUCK, sms=8, **EARLY),
     # BF16.
     "a stage is released before the last k block is complete":
         _gemm("mainloop_16bit.cuh", "mainloop_16bit", r"wgmma_wait<1>\(\);", **BF16),
@@ -325,7 +297,7 @@ GEMM = {
     "the second column has the bias of the first":
         _gemm("epilogue.cuh", "BiasColumns::add_to", r"bias\[i / 2 % 2\]", "bias[0]", **BF16),
     "tiles of an expert overlap":
-        _gemm("tile_scheduler.cuh", "TileScheduler::next", r"m_block \* full_m",
+        _gemm("tile_scheduler.cuh", "TileScheduler::set_blocks", r"m_block \* full_m",
               "m_block * block_m_granularity", **BF16 | {"block_m": 64}),
     # MXFP4.
     "registers are written while wgmma reads them":

@@ -313,7 +313,7 @@ CASES = {
     "k-major, masked": Case(counts=(40, 9, 0, 33, 1), k_major=True, masked=True, n=256, k=512),
     "many experts": Case(counts=tuple(e % 5 for e in range(70)), n=256, k=128),
     "normal": Case(counts=(97, 128, 129, 192, 257, 300), n=256, k=640),
-    "wide": Case(counts=(5, 0, 128, 1, 150, 65), n=1280, k=640),
+    "wide": Case(counts=(5, 0, 128, 1, 300, 65), n=1280, k=640),
     "mxfp4": Case(MXFP4, counts=(5, 0, 130, 1, 170), n=512, k=384, bias=True),
     "mxfp4, masked": Case(MXFP4, counts=(17, 0, 3, 97, 2), n=512, k=384, bias=True, masked=True),
     "bf16": Case(torch.bfloat16, counts=(5, 0, 130, 1, 64), n=272, k=200, bias=True),

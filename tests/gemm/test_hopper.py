@@ -51,8 +51,8 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 ALL = CASES | LARGE
-TILES = {"contiguous": (32, 256), "normal": (96, 160, 256), "packed": (64, 160), "wide": (128,)}
-TILES |= {"bf16": (32, 256), "bf16, high": (128, 192), "mxfp4": (32, 160)}
+TILES = {"contiguous": (32, 256), "normal": (96, 160, 256), "packed": (64, 160)}
+TILES |= {"wide": (128, 256), "bf16": (32, 256), "bf16, high": (128, 192), "mxfp4": (32, 160)}
 # On a GPU some have every tile there is, others a low and a high one.
 EVERY_TILE = ("contiguous", "heights", "deep", "bf16, deep", "mxfp4", "mxfp4, heights")
 PUSHED = ("contiguous", "wide", "mxfp4", "bf16")
@@ -68,10 +68,9 @@ EPILOGUES: dict[str, Epilogue] = {
 SITU = ("contiguous", "mxfp4", "bf16")
 RELU2 = ("contiguous", "normal", "wide", "mxfp4", "bf16")
 HALF = Case(MXFP4, counts=(5, 40), n=384, k=256)  # the last columns are of one CTA alone
-# Beside split tiles, gated tiles of up to 64 rows have two k blocks in a stage: one k block, a pair
-# and a half, and more than there are stages.
-PAIRED = Case(counts=(1, 63, 320, 64, 65, 257, 0, 321), align=1, n=256)
-PAIRED_KS = (128, 384, 1408)
+# Split and wide tiles, with k of one block, of fewer than there are stages and of more.
+SPLIT = Case(counts=(1, 128, 320, 129, 65, 257, 0), align=1, n=768)
+SPLIT_KS = (128, 384, 1408)
 # Biases and results of other dtypes than the operands: fewer columns than a warp has, odd steps of
 # k.
 DTYPES = {
@@ -113,9 +112,9 @@ def all_shapes(device: str) -> Iterator[GemmShape]:
         yield from shapes_of(name, device)
     for case in (HALF, EXPONENTS):
         yield shape_of(case, 32, "store")
-    for k in PAIRED_KS:
+    for k in SPLIT_KS:
         for rows, early in ((64, False), (256, False), (256, True)):
-            yield shape_of(replace(PAIRED, k=k), rows, "gated", prefetch_weights=early)
+            yield shape_of(replace(SPLIT, k=k), rows, "gated", prefetch_weights=early)
     for case, bias, out, rows in DTYPES.values():
         for epilogue in ("store", "gated", "push"):
             dtypes = {"bias": BIASES[bias], "out_dtype": "bf16" if out == BF16 else "fp16"}
@@ -268,11 +267,11 @@ def test_integers_are_exact_with_any_counts(hopper: Hopper, name: str, data: st.
         exact(made, data.draw(st.sampled_from(block_ms(name, hopper.device))))
 
 
-@pytest.mark.parametrize("k", PAIRED_KS)
+@pytest.mark.parametrize("k", SPLIT_KS)
 @on_each
-def test_two_k_blocks_in_a_stage_change_no_bit(hopper: Hopper, k: int):
-    """Each block is added with one fma, in order, as with a stage of its own."""
-    made, epilogue = replace(PAIRED, k=k).make(hopper.device), GatedQuant()
+def test_split_and_wide_tiles_change_no_bit(hopper: Hopper, k: int):
+    """Each block of k is added with one fma, in order, as in low tiles."""
+    made, epilogue = replace(SPLIT, k=k).make(hopper.device), GatedQuant()
     alone = made.call(epilogue, WgmmaPlan(64))
     for seed in range(4):
         hopper.draw(seed, sms=(2, 6)[seed // 2])

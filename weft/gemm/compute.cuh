@@ -37,10 +37,7 @@ WEFT_FN void compute_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Opera
     float sum[N / 2] = {};
     const u64 dst_addr = load_dst_addr<S>(a, tile);
     if constexpr (S.is_fp8()) {
-        if constexpr (S.has_pairs() && N <= max_paired_m)
-            mainloop_paired<S, N>(smem, pipeline, operands, rank, sum);
-        else
-            mainloop_swap_ab<S, N>(smem, pipeline, operands, rank, sum);
+        mainloop_swap_ab<S, N>(smem, pipeline, operands, rank, sum);
     } else if constexpr (S.is_mxfp4()) {
         const Mxfp4Columns<S> columns(a, tile, rank);
         mainloop_mxfp4<S, N>(smem, pipeline, operands, rank, sum);
@@ -80,12 +77,10 @@ WEFT_FN void compute_normal(const GemmArgs& a, GemmShared<S>& smem, const Operan
     }
 }
 
-// Computes a split or wide tile. after_split: so was the previous one, and each warp has used only
-// its own staging memory.
+// Computes a split or wide tile. Each warp uses only its own staging memory.
 template <GemmShape S>
 WEFT_FN void compute_split(const GemmArgs& a, GemmShared<S>& smem, const Operands<S>& operands,
-                           PipelineState<S.stages>& pipeline, const Tile& tile, u32 rank,
-                           bool after_split) {
+                           PipelineState<S.stages>& pipeline, const Tile& tile, u32 rank) {
     float sum[2][normal_sums] = {};
     const u64 dst_addr = load_dst_addr<S>(a, tile);
     const u32 first_row = tile.first_row_of<S>(rank);
@@ -93,10 +88,7 @@ WEFT_FN void compute_split(const GemmArgs& a, GemmShared<S>& smem, const Operand
     const bool has_weights = tile.has_weights<S>();
     mainloop_split<S>(smem, pipeline, operands, rank, has_rows && has_weights, sum);
     if (!has_weights) return;
-    if constexpr (S.epilogue == Epilogue::push)
-        share_dst_addrs(smem, tile, dst_addr);
-    else if (!after_split)
-        sync_math_warps();
+    if constexpr (S.epilogue == Epilogue::push) share_dst_addrs(smem, tile, dst_addr);
     if constexpr (S.gated()) {
         store_gated_fp8_split<S>(a, smem, tile, first_row, sum);
     } else {
@@ -118,30 +110,21 @@ WEFT_FN void compute_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u3
     TileScheduler<S> scheduler{smem};
     PipelineState<S.stages> pipeline;
     Tile tile;
-    u32 exchanges = 0;        // number of amax exchanges with the other CTA so far
-    bool after_split = true;  // as before the first tile: no warp has used another's staging memory
+    u32 exchanges = 0;  // number of amax exchanges with the other CTA so far
     while (scheduler.next(tile)) {
         if constexpr (S.has_wide_n()) {
-            compute_split<S>(a, smem, operands, pipeline, tile, rank, true);
-            continue;
-        }
-        if constexpr (S.has_split_m()) {
-            if (tile.is_split<S>()) {
-                compute_split<S>(a, smem, operands, pipeline, tile, rank, after_split);
-                after_split = true;
-                continue;
+            compute_split<S>(a, smem, operands, pipeline, tile, rank);
+        } else {
+            if constexpr (S.is_fp8() && S.block_m >= normal_m) {
+                if (tile.m == normal_m) {
+                    compute_normal<S>(a, smem, operands, pipeline, tile, rank, exchanges);
+                    continue;
+                }
             }
-            after_split = false;
+            constexpr bool highest_is_normal = S.is_fp8() && S.block_m == normal_m;
+            constexpr u32 highest = highest_is_normal ? lower_swap_ab_m<S>(normal_m) : S.block_m;
+            compute_swap_ab<S, highest>(a, smem, operands, pipeline, tile, rank, exchanges);
         }
-        if constexpr (S.is_fp8() && S.block_m >= normal_m) {
-            if (tile.m == normal_m) {
-                compute_normal<S>(a, smem, operands, pipeline, tile, rank, exchanges);
-                continue;
-            }
-        }
-        constexpr bool highest_is_normal = S.is_fp8() && S.block_m == normal_m;
-        constexpr u32 highest = highest_is_normal ? lower_swap_ab_m<S>(normal_m) : S.cta_m();
-        compute_swap_ab<S, highest>(a, smem, operands, pipeline, tile, rank, exchanges);
     }
 }
 

@@ -34,6 +34,7 @@ BLOCK_MS = (32, 64, 96, 128, 160, 192, 256)
 FP8_BLOCK_MS = (32, 64, 96, 128, 160, 256)
 MXFP4_BLOCK_MS = (32, 64, 96, 128, 160)
 NORMAL_M = 128
+SPLIT_M = 2 * NORMAL_M  # FP8: rows of a tile that is split between the two CTAs of a cluster
 CLUSTER_N = 2 * BLOCK_N
 MAX_EXPERTS = 1024
 MAX_STAGES = 10
@@ -246,9 +247,10 @@ class WgmmaPlan:
     """Tiles of the CUDA kernel for Hopper. The plan does not change the results.
 
     The kernel reads the weights of an expert once per tile. An expert with at most block_m rows is
-    one tile, padded to a multiple of 16; above 160 rows, to a multiple of 32 or, in FP8, to 256. In
-    FP8, an expert with more rows is split into tiles of block_m rows (128 if block_m is 160) and
-    one with the rest. In other dtypes it is split into tiles of equal height.
+    one tile, padded to a multiple of 16; above 160 rows, to a multiple of 32. In FP8, tiles of more
+    than 128 rows are padded to 256 if block_m is 256, and an expert with more rows than block_m is
+    split into tiles of block_m rows (128 if block_m is 160) and one with the rest. In other dtypes
+    it is split into tiles of equal height.
 
     Attributes:
         block_m: Maximum rows of a tile: 32, 64, 96, 128, 160 or 256; also 192 for bfloat16 and
@@ -275,8 +277,10 @@ class WgmmaPlan:
         return next((n for m, n in MXFP4_CTAS.items() if self.block_m <= m), 1)
 
     def has_wide_n(self, experts: int, operand: str = "fp8") -> bool:
-        """Return whether a tile has 512 weight rows instead of 256."""
-        return operand == "fp8" and self.block_m == NORMAL_M and experts > 1
+        """Return whether tiles of up to 128 rows have 512 weight rows instead of 256."""
+        if operand != "fp8":
+            return False
+        return self.block_m == SPLIT_M or (self.block_m == NORMAL_M and experts > 1)
 
     def stages(self, experts: int, operand: str = "fp8") -> int:
         """Return the number of pipeline stages that fit next to the epilogue's buffers.
@@ -284,7 +288,7 @@ class WgmmaPlan:
         Args:
             operand: "fp8", "bf16", "fp16" or "mxfp4".
         """
-        m = self.block_m
+        m = NORMAL_M if operand == "fp8" and self.block_m == SPLIT_M else self.block_m
         reserved = 10 * 1024 + 512 + 16 * experts + 28 * m  # GemmShared
         scales = 8 * m if operand in ("fp8", "mxfp4") else 0
         weights, max_stages = 128 * BLOCK_N, MAX_STAGES

@@ -5,10 +5,10 @@
 //
 // Grid: persistent clusters of two CTAs. The CTAs of a cluster share a tile's rows: each loads half
 // of them for both (TMA multicast), and its own 128 columns of weights, or 256 in wide tiles (FP8,
-// block_m 128). In split tiles (FP8, 256 rows), each has half of the rows and loads half of the
-// weights for both. One warpgroup loads ahead of the two math warpgroups, across tile boundaries,
-// so loads continue during epilogues. Two or three CTAs share an SM if tiles of MXFP4 weights are
-// low.
+// up to 128 rows). In split tiles (FP8, up to 256 rows), each has half of the rows and loads half
+// of the weights for both. One warpgroup loads ahead of the two math warpgroups, across tile
+// boundaries, so loads continue during epilogues. Two or three CTAs share an SM if tiles of MXFP4
+// weights are low.
 //
 // With PDL, prefetch_weights allows loading weights before griddepcontrol.wait: all stages have
 // their weights when the first rows may be read.

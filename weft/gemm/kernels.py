@@ -29,6 +29,7 @@ from weft.gemm.config import (
     MXFP4,
     MXFP4_BLOCK_MS,
     NORMAL_M,
+    SPLIT_M,
     UNIT_PAIR_BYTES,
     Epilogue,
     Gated,
@@ -49,7 +50,6 @@ THREADS = 384
 ROW_BOXES = 4  # TMA boxes of 8, 16, 32 and 64 rows
 BLOCK_M_GRANULARITY, MAX_SWAP_AB_M = 16, 160
 BLOCK_K_BYTES = 128
-SPLIT_M = 256  # rows of an FP8 tile that is split between the two CTAs of a cluster
 COMPILE_THREADS = 4
 TICKET_SLOTS = 16384  # counters of a kernel; the first is not used
 # Constants of gemm/shape.cuh and their values in Python, which the generated source asserts.
@@ -145,7 +145,7 @@ _POINTERS = struct.Struct("=10Q")  # row_scales to weights
 
 
 def wgmma_n_sizes(block_m: int) -> list[int]:
-    """Return every N of the wgmma instructions of a kernel: all heights of a tile."""
+    """Return every N of the wgmma instructions of a kernel that swaps A and B: all heights."""
     step = BLOCK_M_GRANULARITY
     swapped = range(step, min(block_m, MAX_SWAP_AB_M) + 1, step)
     return [*swapped, *range(MAX_SWAP_AB_M + 2 * step, block_m + 1, 2 * step)]
@@ -265,7 +265,8 @@ class GemmShape:
     @property
     def source(self) -> str:
         """The generated source of the kernel's entry."""
-        ns, draws = wgmma_n_sizes(self.plan.block_m), self.draws_tickets
+        wide, draws = self.plan.has_wide_n(self.experts, self.operand), self.draws_tickets
+        ns = [BLOCK_N] if wide else wgmma_n_sizes(self.plan.block_m)
         return SOURCE.format(
             instructions="".join(generate_wgmma(n, self.operand) for n in ns),
             shape=self.cpp_value,

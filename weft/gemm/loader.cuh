@@ -53,8 +53,8 @@ template <GemmShape S>
 WEFT_FN void load_weight_tile(const GemmArgs& a, u8* to, const Tile& tile, u32 rank, u32 k_block,
                               Mbarrier& full, u64 hint) {
     const u32 x = k_block * block_k_bytes, expert_row = tile.expert * S.n;
-    if constexpr (S.has_wide_n()) return load_wide_weights<S>(a, to, tile, k_block, full, hint);
     const bool split = tile.is_split<S>();
+    if (S.has_wide_n() && !split) return load_wide_weights<S>(a, to, tile, k_block, full, hint);
     u8* const own_tile = to + (split ? rank * weight_tile_bytes : 0);
     if constexpr (S.gated() && !S.is_fp8()) {
         tma_load_5d(to, a.weights_map, x, (tile.n_block * block_n + rank * gated_block_n) / 8,
@@ -84,25 +84,24 @@ WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32
     u8* const to = tiles + stage * S.stage_bytes();
     Mbarrier& full = smem.full[stage];
     if constexpr (S.is_mxfp4()) return load_units<S>(a, to, tile, rank, k, full, hint);
-    const u32 k_blocks = tile.k_blocks_of_stage<S>(k);
     const u32 weight_bytes = tile.has_weights<S>() ? S.weight_bytes() : 0;
-    full.arrive_expect_tx(k_blocks * (weight_bytes + tile.m * block_k_bytes));
-    for (u32 i = 0; i < k_blocks; ++i)
-        load_weight_tile<S>(a, to + i * S.half_stage_bytes(), tile, rank, k + i, full, hint);
+    full.arrive_expect_tx(weight_bytes + tile.cta_m<S>() * block_k_bytes);
+    load_weight_tile<S>(a, to, tile, rank, k, full, hint);
 }
 
 // Loads this CTA's half of a k block of rows, for both CTAs unless the tile is split.
 template <GemmShape S>
-WEFT_FN void load_row_tile(const GemmArgs& a, u8* to, const Tile& tile, u32 rank, u32 k_block,
-                           Mbarrier& full) {
+WEFT_FN void load_rows(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
+                       const Tile& tile, u32 rank, u32 k_block) {
+    u8* const to = tiles + stage * S.stage_bytes() + S.weight_bytes();
+    Mbarrier& full = smem.full[stage];
     if constexpr (S.has_split_m()) {
         if (tile.is_split<S>()) {
             constexpr u32 box = row_boxes - 1, m = 8 << box;
 #pragma unroll
             for (u32 r = 0; r < normal_m; r += m)
-                tma_load_2d(to + weight_tile_bytes + r * block_k_bytes, a.rows_map[box],
-                            k_block * block_k_bytes, tile.first_row + rank * normal_m + r, full,
-                            l2_evict_last);
+                tma_load_2d(to + r * block_k_bytes, a.rows_map[box], k_block * block_k_bytes,
+                            tile.first_row + rank * normal_m + r, full, l2_evict_last);
             return;
         }
     }
@@ -114,14 +113,6 @@ WEFT_FN void load_row_tile(const GemmArgs& a, u8* to, const Tile& tile, u32 rank
                                   k_block * block_k_bytes, tile.first_row + r, full, l2_evict_last);
 }
 
-template <GemmShape S>
-WEFT_FN void load_rows(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
-                       const Tile& tile, u32 rank, u32 k) {
-    u8* const to = tiles + stage * S.stage_bytes() + S.weight_bytes();
-    for (u32 i = 0; i < tile.k_blocks_of_stage<S>(k); ++i)
-        load_row_tile<S>(a, to + i * S.half_stage_bytes(), tile, rank, k + i, smem.full[stage]);
-}
-
 // With PDL, fills stages with weights while the previous kernel still runs; returns their number.
 template <GemmShape S>
 WEFT_FN u32 prefetch_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank) {
@@ -129,10 +120,8 @@ WEFT_FN u32 prefetch_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, 
     Tile tile;
     u32 filled = 0;
     while (filled < S.stages && scheduler.next(tile)) {
-        for (u32 k = 0; k < S.k_blocks() && filled < S.stages; ++filled) {
+        for (u32 k = 0; k < S.k_blocks() && filled < S.stages; ++k, ++filled)
             load_weights(a, smem, tiles, filled, tile, rank, k);
-            k += tile.k_blocks_of_stage<S>(k);
-        }
         if (S.draws_tickets()) break;  // the previous kernel may still use the counter
     }
     return filled;
@@ -155,11 +144,10 @@ WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 r
     fence_for_bulk();  // the previous kernel wrote the rows with generic-proxy stores
     while (scheduler.next(tile)) {
         if constexpr (S.draws_tickets()) tickets.draw(smem, rank);
-        for (u32 k = 0; k < S.k_blocks(); k += tile.k_blocks_of_stage<S>(k), pipeline.advance()) {
+        for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
             // Before the last loads, so that the other CTA's loader does not wait for the ticket.
             if constexpr (S.draws_tickets())
-                if (k + tile.k_blocks_of_stage<S>(k) >= S.k_blocks())
-                    tickets.send(smem, rank, scheduler.tile_idx);
+                if (k + 1 == S.k_blocks()) tickets.send(smem, rank, scheduler.tile_idx);
             if (prefetched != 0) {
                 --prefetched;
             } else {
@@ -194,11 +182,10 @@ WEFT_FN void load_scale_vector(float (&to)[n], const float* from, i64 stride, u3
     }
 }
 
-// A lane's scales for scale_k_blocks k blocks: of its rows and of the blocks of weights. `most`:
-// maximum rows per CTA.
-template <GemmShape S, u32 most> struct ScaleRegisters {
+// A lane's scales for scale_k_blocks k blocks: of its rows and of the blocks of weights.
+template <GemmShape S> struct ScaleRegisters {
     static constexpr u32 lanes = scale_warps * warp_lanes;
-    static constexpr u32 rows_per_lane = (most + lanes - 1) / lanes;
+    static constexpr u32 rows_per_lane = (S.cta_m() + lanes - 1) / lanes;
     static constexpr u32 k_blocks = S.k_blocks(), ahead = scale_k_blocks;
     float row[rows_per_lane][ahead], weights[S.scales_of_row()][ahead];
 
@@ -209,11 +196,11 @@ template <GemmShape S, u32 most> struct ScaleRegisters {
         constexpr bool whole = k_blocks % ahead == 0;
         const bool aligned =
             reinterpret_cast<u64>(a.row_scales) % 16 == 0 && a.row_scale_stride % 4 == 0;
-        const bool two_blocks = tile.has_two_blocks<S>();
-        const u32 block = tile.expert * (S.n / scale_block) +
-                          (S.gated() ? tile.n_block : tile.n_block * 2 + (two_blocks ? 0 : rank));
+        const u32 block =
+            tile.expert * (S.n / scale_block) +
+            (S.gated() ? tile.n_block : tile.n_block * 2 + (S.has_wide_n() ? 0 : rank));
         // The distance from gate to up, or to the second block.
-        const u32 step = S.gated() ? S.n / 2 / scale_block : two_blocks ? 1 : 0;
+        constexpr u32 step = S.gated() ? S.n / 2 / scale_block : 1;
         const float* const at = a.weight_scales + u64(block) * k_blocks + k;
         if (S.is_fp8() && tile.has_weights<S>())
 #pragma unroll
@@ -229,37 +216,31 @@ template <GemmShape S, u32 most> struct ScaleRegisters {
                 a.k_scale_stride, k_blocks - k, whole && a.k_scale_stride == 1 && aligned);
         }
     }
-    // first_row: offset of the k block's scales within its stage.
-    WEFT_FN void store(StageScales<S>& to, u32 m, u32 n, u32 first_row) const {
+    // Stores the scales of m rows for k block n of those in registers.
+    WEFT_FN void store(StageScales<S>& to, u32 m, u32 n) const {
 #pragma unroll
         for (u32 i = 0; i < rows_per_lane; ++i)
             if (row_of(i) < m)
 #pragma unroll
                 for (u32 w = 0; w < S.scales_of_row(); ++w)
-                    to.rows[w][first_row + scale_slot(row_of(i))] =
+                    to.rows[w][scale_slot(row_of(i))] =
                         S.is_fp8() ? __fmul_rn(row[i][n], weights[w][n]) : row[i][n];
     }
 };
 
-// Loads the scales of a tile, `per_stage` k blocks per stage.
-template <GemmShape S, u32 per_stage>
+template <GemmShape S>
 WEFT_FN void load_tile_scales(const GemmArgs& a, GemmShared<S>& smem,
                               PipelineState<S.stages>& pipeline, const Tile& tile, u32 rank) {
-    constexpr u32 most = per_stage == 1 ? S.cta_m() : max_paired_m;
-    static_assert(scale_k_blocks % per_stage == 0);
     for (u32 k = 0; k < S.k_blocks(); k += scale_k_blocks) {
-        ScaleRegisters<S, most> scales;
+        ScaleRegisters<S> scales;
         scales.load(a, tile, rank, k);
 #pragma unroll
-        for (u32 n = 0; n < scale_k_blocks; ++n) {
+        for (u32 n = 0; n < scale_k_blocks; ++n, pipeline.advance()) {
             if (k + n >= S.k_blocks()) break;
-            const u32 place = n % per_stage;
-            if (place == 0) smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);
-            scales.store(smem.scales[pipeline.stage], min(tile.m, most), n, place * max_paired_m);
-            if (place + 1 < per_stage && k + n + 1 < S.k_blocks()) continue;
+            smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);
+            scales.store(smem.scales[pipeline.stage], tile.cta_m<S>(), n);
             __syncwarp();
             if (threadIdx.x % warp_lanes == 0) smem.full[pipeline.stage].arrive();
-            pipeline.advance();
         }
     }
 }
@@ -271,11 +252,7 @@ template <GemmShape S> WEFT_FN void load_scales(const GemmArgs& a, GemmShared<S>
     TileScheduler<S> scheduler{smem};
     PipelineState<S.stages> pipeline;
     Tile tile;
-    while (scheduler.next(tile))
-        if (tile.is_paired<S>())
-            load_tile_scales<S, 2>(a, smem, pipeline, tile, rank);
-        else
-            load_tile_scales<S, 1>(a, smem, pipeline, tile, rank);
+    while (scheduler.next(tile)) load_tile_scales<S>(a, smem, pipeline, tile, rank);
 }
 
 }  // namespace weft

@@ -7,9 +7,6 @@
 // column lane / 4 in sums 4 j and 4 j + 1, column lane / 4 + 8 in sums 4 j + 2 and 4 j + 3. It
 // needs a quarter of all scales.
 //
-// Paired, for swapped tiles of up to max_paired_m rows in kernels with split tiles: the same, with
-// two k blocks per stage.
-//
 // Normal, for tiles of normal_m rows: rows are the A operand, 64 per warpgroup. Of its warp's
 // sixteen rows, a thread holds row lane / 4, with columns 8 j + 2 (lane % 4) + {0, 1} in sums 4 j
 // and 4 j + 1, and row lane / 4 + 8, with the same columns in sums 4 j + 2 and 4 j + 3. It needs
@@ -101,12 +98,11 @@ template <GemmShape S> struct NormalKBlock {
     }
 };
 
-// Runs a swapped tile from k block `first` on.
-template <GemmShape S, u32 N, u32 first = 0>
+template <GemmShape S, u32 N>
 WEFT_FN void mainloop_swap_ab(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                               const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
 #pragma unroll 1
-    for (u32 k = first; k < S.k_blocks(); ++k, pipeline.advance()) {
+    for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
         SwapAbKBlock<S, N> block;
         smem.full[pipeline.stage].wait(pipeline.parity);
         block.issue(operands.swap_a + descriptor_offset<S>(pipeline.stage),
@@ -115,31 +111,6 @@ WEFT_FN void mainloop_swap_ab(GemmShared<S>& smem, PipelineState<S.stages>& pipe
         block.template promote<0>(sum);
         release_stage(smem, pipeline.stage, rank);
     }
-}
-
-// Adds the first k block of a stage while the tensor cores multiply the second. If their number is
-// odd, the last one is alone in its stage.
-template <GemmShape S, u32 N>
-WEFT_FN void mainloop_paired(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
-                             const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
-    static_assert(S.half_stage_bytes() >= weight_tile_bytes + max_paired_m * block_k_bytes);
-    static_assert(S.half_stage_bytes() % 1024 == 0 && S.cta_m() >= 2 * max_paired_m);
-#pragma unroll 1
-    for (u32 k = 0; k + 1 < S.k_blocks(); k += 2, pipeline.advance()) {
-        SwapAbKBlock<S, N> one, two;
-        const u32 weights = warp_uniform(operands.swap_a + descriptor_offset<S>(pipeline.stage));
-        const u32 rows = warp_uniform(operands.swap_b + descriptor_offset<S>(pipeline.stage));
-        smem.full[pipeline.stage].wait(pipeline.parity);
-        one.issue(weights, rows);
-        two.issue(weights + S.half_stage_bytes() / 16, rows + S.half_stage_bytes() / 16);
-        one.read_scales(operands, smem, pipeline.stage);
-        two.read_scales(operands, smem, pipeline.stage, max_paired_m);
-        one.template promote<1>(sum);
-        two.template promote<0>(sum);
-        release_stage(smem, pipeline.stage, rank);
-    }
-    if constexpr (S.k_blocks() % 2 != 0)
-        mainloop_swap_ab<S, N, S.k_blocks() - 1>(smem, pipeline, operands, rank, sum);
 }
 
 // Takes two k blocks at a time: adds the first while the tensor cores multiply the second.
@@ -178,8 +149,7 @@ WEFT_FN void mainloop_normal(GemmShared<S>& smem, PipelineState<S.stages>& pipel
 
 // Whether every tile starts in the first stage: all tiles pass through whole rings.
 template <GemmShape S> constexpr bool starts_in_first_stage() {
-    const u32 paired_stages = (S.k_blocks() + 1) / 2;
-    return S.k_blocks() % S.stages == 0 && (!S.has_pairs() || paired_stages % S.stages == 0);
+    return S.k_blocks() % S.stages == 0;
 }
 
 // The sums leave no registers for two products in flight, so the tensor cores work for the other

@@ -29,7 +29,7 @@ WEFT_FN u32 normal_row() { return math_thread() / warp_lanes * 16; }
 template <GemmShape S> struct Operands {
     u32 swap_a, swap_b;      // swapped tile: the warpgroup's half of the weights, and all rows
     u32 normal_a, normal_b;  // normal tile: the warpgroup's half of the rows, and all weights
-    u32 split_a;  // split tile: the warpgroup's half of the rows, after both blocks of weights
+    u32 split_a;  // split or wide: the warpgroup's half of the rows, after both blocks of weights
     u32 swap_scales, normal_scales[2];
     const u8* unit;  // MXFP4: the warpgroup's unit
 

@@ -9,9 +9,8 @@
 namespace weft {
 
 // The scales of one k block: each row's scale times that of its block of weights; with MXFP4
-// weights only the row's. A CTA has two blocks of weights if they are gate and up, and in split
-// tiles. Rows are in the order of scale_slot. In a pair, the second k block's scales start
-// max_paired_m after the first's.
+// weights only the row's. A CTA has two blocks of weights if they are gate and up, and in split and
+// wide tiles. Rows are in the order of scale_slot.
 template <GemmShape S> struct alignas(16) StageScales {
     float rows[S.scales_of_row()][S.has_fp8_rows() ? S.cta_m() : 1];
 };
@@ -33,10 +32,10 @@ template <GemmShape S> struct GemmShared {
     alignas(16) u8 staging[math_warps * staging_bytes];
     u64 dst_addrs[S.epilogue == Epilogue::push ? S.block_m : 1];
     // The largest |x| of each row, as bits: per warp, and from the other CTA.
-    u32 amax[S.gated_fp8() ? math_warps : 1][S.gated_fp8() ? S.cta_m() / 2 : 1];
-    u32 peer_amax[S.gated_fp8() ? 2 : 1][S.gated_fp8() ? S.cta_m() : 1];
+    u32 amax[S.exchanges_amax() ? math_warps : 1][S.exchanges_amax() ? S.cta_m() / 2 : 1];
+    u32 peer_amax[S.exchanges_amax() ? 2 : 1][S.exchanges_amax() ? S.cta_m() : 1];
     float inverse_scales[S.stores_fp8() ? S.cta_m() : 1];
-    u32 block_ends[S.experts], expert_order[S.experts];  // see tile_scheduler.cuh
+    u32 tile_ends[S.experts], expert_order[S.experts];  // see tile_scheduler.cuh
     u32 counts[S.experts], first_rows[S.experts];
     u32 tickets[S.ticket_ring()];
     Mbarrier full[S.stages], empty[S.stages], peer_amax_full[2], ticket_full[S.ticket_ring()];

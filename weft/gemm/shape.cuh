@@ -34,10 +34,7 @@ constexpr u32 max_swap_ab_m = 160;
 constexpr u32 normal_m = 128;          // FP8: rows are wgmma's A operand
 constexpr u32 split_m = 2 * normal_m;  // FP8: each CTA of the cluster takes half of the rows
 constexpr u32 wide_n = 2 * cluster_n;  // FP8: each CTA of the cluster takes 256 weight rows
-// In gated kernels with split tiles, tiles of up to this many rows have two k blocks per stage, one
-// in each half.
-constexpr u32 max_paired_m = 64;
-constexpr u32 scale_k_blocks = 4;  // k blocks whose scales are loaded together
+constexpr u32 scale_k_blocks = 4;      // k blocks whose scales are loaded together
 
 constexpr u32 math_warpgroups = 2;
 constexpr u32 math_threads = math_warpgroups * warpgroup_threads;
@@ -70,7 +67,7 @@ struct GemmShape {
         return !is_mxfp4() || block_m > 96 ? 1 : block_m > 32 ? 2 : 3;
     }
     constexpr Operand row_operand() const { return is_mxfp4() ? Operand::fp8 : operand; }
-    // Tiles over the weight rows of an expert.
+    // Tiles over the weight rows of an expert per M-block; with split tiles see tiles_of.
     constexpr u32 n_blocks() const {
         const u32 rows = has_wide_n() ? wide_n : cluster_n;
         return (n + rows - 1) / rows;
@@ -82,11 +79,9 @@ struct GemmShape {
     constexpr u32 weight_bytes() const {
         return is_mxfp4() ? unit_pair_bytes : (has_wide_n() ? 2 : 1) * weight_tile_bytes;
     }
-    constexpr u32 stage_bytes() const { return weight_bytes() + block_m * block_k_bytes; }
+    constexpr u32 stage_bytes() const { return weight_bytes() + cta_m() * block_k_bytes; }
     // Scales of a row per k block. FP8 weights have separate ones for gate and up.
-    constexpr u32 scales_of_row() const {
-        return is_fp8() && (gated() || has_split_m() || has_wide_n()) ? 2 : 1;
-    }
+    constexpr u32 scales_of_row() const { return is_fp8() && (gated() || has_wide_n()) ? 2 : 1; }
     constexpr bool gated_fp8() const { return epilogue == Epilogue::gated_fp8; }
     constexpr bool gated() const { return gated_fp8() || epilogue == Epilogue::gated; }
     constexpr bool stores_fp8() const { return gated_fp8() || epilogue == Epilogue::store_fp8; }
@@ -95,23 +90,21 @@ struct GemmShape {
         return m <= max_swap_ab_m ? block_m_granularity : 2 * block_m_granularity;
     }
     constexpr bool has_split_m() const { return is_fp8() && block_m == weft::split_m; }
-    // Whether each CTA takes 256 weight rows of a tile. Rows then pass from L2 half as often, which
-    // limits tiles of 48 to 120 rows: up takes 2 to 16 % less time (H200, 2026-11-28). With one
-    // expert there would be too few tiles.
-    constexpr bool has_wide_n() const { return is_fp8() && block_m == normal_m && experts > 1; }
-    // Stages with room for split tiles are few, and the round trip of a stage takes longer than a k
-    // block of few rows. Without gating there are few k blocks, and high tiles took 2 % longer
-    // (H200, 2026-11-26).
-    constexpr bool has_pairs() const { return has_split_m() && gated(); }
+    // Whether each CTA takes 256 weight rows of a tile of up to 128 rows. Rows then pass from L2
+    // half as often: with 128 rows, up takes 21 % less time than with 128 weight rows (H200,
+    // 2026-11-29). With one expert there may be too few tiles.
+    constexpr bool has_wide_n() const {
+        return is_fp8() && (has_split_m() || (block_m == normal_m && experts > 1));
+    }
     // Whether clusters draw their tiles from a counter (tile_scheduler.cuh).
     constexpr bool draws_tickets() const { return has_split_m(); }
     // Tickets in shared memory. A ticket overwrites one whose tile the math warps of both CTAs have
     // begun: the loader is at most `stages` stages ahead of them, and tiles have at least one.
     constexpr u32 ticket_ring() const { return draws_tickets() ? stages + 2 : 1; }
-    // The offset of a stage's second k block of weights and rows from its first.
-    constexpr u32 half_stage_bytes() const { return stage_bytes() / 2; }
     // Maximum rows that one CTA multiplies.
-    constexpr u32 cta_m() const { return has_split_m() ? max_swap_ab_m : block_m; }
+    constexpr u32 cta_m() const { return has_split_m() ? normal_m : block_m; }
+    // Whether the CTAs of a cluster have columns of the same rows of a gated result.
+    constexpr bool exchanges_amax() const { return gated_fp8() && !has_wide_n(); }
     // An expert with more than block_m rows is split: in FP8 into tiles of this many rows and a
     // last one with the rest, else into tiles of equal height.
     constexpr u32 full_m() const {

@@ -14,8 +14,8 @@
 
 namespace weft {
 
-// One tile of a cluster: rows of one expert by 256 weight rows (128 columns of a gated result). In
-// kernels with wide tiles, a CTA's half of one: the CTAs have the same rows.
+// One tile of a cluster: rows of one expert by 256 weight rows (128 columns of a gated result). Of
+// a wide tile, a CTA's half: the CTAs have the same rows.
 struct Tile {
     u32 expert, n_block, first_row;
     u32 valid_m, m;  // rows without and with padding
@@ -24,10 +24,6 @@ struct Tile {
     // has all rows and half of the weights.
     template <GemmShape S> WEFT_FN bool is_split() const { return S.has_split_m() && m == split_m; }
 
-    // Whether this CTA has 256 weight rows.
-    template <GemmShape S> WEFT_FN bool has_two_blocks() const {
-        return S.has_wide_n() || is_split<S>();
-    }
     // Whether this CTA has weight rows: of the last wide tile, the second CTA may have none.
     template <GemmShape S> WEFT_FN bool has_weights() const {
         return !S.has_wide_n() || n_block < S.n / cluster_n;
@@ -36,15 +32,8 @@ struct Tile {
     template <GemmShape S> WEFT_FN u32 first_row_of(u32 rank) const {
         return is_split<S>() ? rank * normal_m : 0;
     }
-
-    // Whether two k blocks share a stage.
-    template <GemmShape S> WEFT_FN bool is_paired() const {
-        return S.has_pairs() && m <= max_paired_m;
-    }
-    // The number of k blocks in the stage that begins with k block k.
-    template <GemmShape S> WEFT_FN u32 k_blocks_of_stage(u32 k) const {
-        return is_paired<S>() && k + 1 < S.k_blocks() ? 2 : 1;
-    }
+    // The number of rows that this CTA multiplies, with padding.
+    template <GemmShape S> WEFT_FN u32 cta_m() const { return is_split<S>() ? normal_m : m; }
 };
 
 // Reads each expert's count and first row. Counts are clamped to the rows inside the tensor.
@@ -68,10 +57,33 @@ template <GemmShape S> WEFT_FN u32 m_blocks_of(u32 count) {
     return blocks == 0 && count != 0 ? 1 : blocks;
 }
 
+// The M-blocks of an expert in kernels with split tiles: `split` ones, and a wide one if at most
+// 128 rows are left. For every 512 weight rows, it has two tiles for each split M-block and one for
+// the wide one.
+template <GemmShape S> struct SplitExpert {
+    u32 split, wide;
+
+    WEFT_FN explicit SplitExpert(u32 count)
+        : split((count + normal_m - 1) / split_m), wide(m_blocks_of<S>(count) - split) {}
+    WEFT_FN u32 tiles_of_wide_n() const { return 2 * split + wide; }
+    WEFT_FN u32 tiles() const {
+        constexpr u32 half = S.n % wide_n != 0;  // of the last 512 weight rows, 256 may exist
+        return S.n / wide_n * tiles_of_wide_n() + half * (split + wide);
+    }
+};
+
+// The number of tiles of an expert with `count` rows.
+template <GemmShape S> WEFT_FN u32 tiles_of(u32 count) {
+    if constexpr (S.has_split_m())
+        return SplitExpert<S>(count).tiles();
+    else
+        return m_blocks_of<S>(count) * S.n_blocks();
+}
+
 // Sorts experts by the mean height of their tiles, highest first, so that clusters get equal loads.
 // More than 64 experts are not sorted.
 template <GemmShape S> WEFT_FN void sort_experts(GemmShared<S>& smem, u32 lane) {
-    u32* const height = smem.block_ends;  // free until count_m_blocks writes it
+    u32* const height = smem.tile_ends;  // free until count_tiles writes it
     for (u32 e = lane; e < S.experts; e += warp_lanes)
         height[e] = smem.counts[e] / max(m_blocks_of<S>(smem.counts[e]), 1u);
     __syncwarp();
@@ -88,20 +100,20 @@ template <GemmShape S> WEFT_FN void sort_experts(GemmShared<S>& smem, u32 lane) 
     __syncwarp();
 }
 
-// Computes the inclusive prefix sum of M-blocks over the sorted experts.
-template <GemmShape S> WEFT_FN void count_m_blocks(GemmShared<S>& smem, u32 lane) {
+// Computes the inclusive prefix sum of tiles over the sorted experts.
+template <GemmShape S> WEFT_FN void count_tiles(GemmShared<S>& smem, u32 lane) {
     u32 end = 0;
     for (u32 base = 0; base < S.experts; base += warp_lanes) {
         const u32 position = base + lane;
-        u32 blocks =
-            position < S.experts ? m_blocks_of<S>(smem.counts[smem.expert_order[position]]) : 0;
+        u32 tiles =
+            position < S.experts ? tiles_of<S>(smem.counts[smem.expert_order[position]]) : 0;
 #pragma unroll
         for (u32 step = 1; step < warp_lanes; step *= 2) {
-            const u32 before = __shfl_up_sync(all_lanes, blocks, step);
-            if (lane >= step) blocks += before;
+            const u32 before = __shfl_up_sync(all_lanes, tiles, step);
+            if (lane >= step) tiles += before;
         }
-        if (position < S.experts) smem.block_ends[position] = end + blocks;
-        end += __shfl_sync(all_lanes, blocks, warp_lanes - 1);
+        if (position < S.experts) smem.tile_ends[position] = end + tiles;
+        end += __shfl_sync(all_lanes, tiles, warp_lanes - 1);
     }
 }
 
@@ -110,7 +122,7 @@ template <GemmShape S>
 WEFT_FN void schedule_tiles(const GemmArgs& a, GemmShared<S>& smem, u32 lane) {
     read_counts(a, smem, lane);
     sort_experts(smem, lane);
-    count_m_blocks(smem, lane);
+    count_tiles(smem, lane);
 }
 
 // Enumerates this cluster's tiles. Experts are sorted by height, and tiles are dealt to clusters in
@@ -132,33 +144,52 @@ template <GemmShape S> struct TileScheduler {
         return smem.tickets[slot];
     }
     WEFT_FN bool next(Tile& tile) {
-        constexpr u32 n_blocks = S.n_blocks();
         const u32 clusters = gridDim.x / 2, self = blockIdx.x / 2;
         if constexpr (S.draws_tickets())
             tile_idx = round == 0 ? self : await_ticket();
         else
             tile_idx = round * clusters + (round % 2 == 0 ? self : clusters - 1 - self);
         ++round;
-        if (tile_idx >= smem.block_ends[S.experts - 1] * n_blocks) return false;
-        while (tile_idx >= smem.block_ends[position] * n_blocks) ++position;
-        const u32 before = position == 0 ? 0 : smem.block_ends[position - 1];
-        const u32 m_blocks = smem.block_ends[position] - before;
-        const u32 offset = tile_idx - before * n_blocks, m_block = offset % m_blocks;
+        if (tile_idx >= smem.tile_ends[S.experts - 1]) return false;
+        while (tile_idx >= smem.tile_ends[position]) ++position;
+        const u32 offset = tile_idx - (position == 0 ? 0 : smem.tile_ends[position - 1]);
         tile.expert = smem.expert_order[position];
-        tile.n_block = offset / m_blocks;
-        if constexpr (S.has_wide_n()) tile.n_block = tile.n_block * 2 + blockIdx.x % 2;
         const u32 count = smem.counts[tile.expert];
+        if constexpr (S.has_split_m())
+            set_split_or_wide(tile, SplitExpert<S>(count), offset, count);
+        else
+            set_blocks(tile, offset, count);
+        return true;
+    }
+
+    // Sets the blocks of an expert's tile `offset`.
+    WEFT_FN void set_blocks(Tile& tile, u32 offset, u32 count) const {
+        const u32 m_blocks = m_blocks_of<S>(count), m_block = offset % m_blocks;
         const u32 full_m = S.is_fp8()
                                ? S.full_m()
                                : round_up((count + m_blocks - 1) / m_blocks, block_m_granularity);
         const u32 begin = m_block * full_m;
         const u32 end = m_block + 1 == m_blocks ? count : begin + full_m;
+        tile.n_block = offset / m_blocks;
+        if constexpr (S.has_wide_n()) tile.n_block = tile.n_block * 2 + blockIdx.x % 2;
         tile.first_row = smem.first_rows[tile.expert] + begin;
         tile.valid_m = end - begin;
-        tile.m = S.has_split_m() && tile.valid_m > S.cta_m()
-                     ? split_m
-                     : round_up(tile.valid_m, S.m_granularity(tile.valid_m));
-        return true;
+        tile.m = round_up(tile.valid_m, S.m_granularity(tile.valid_m));
+    }
+
+    // The same in kernels with split tiles. For each 512 weight rows, the order is: split tiles of
+    // the first half, the wide tile, split tiles of the second half.
+    WEFT_FN void set_split_or_wide(Tile& tile, const SplitExpert<S>& expert, u32 offset,
+                                   u32 count) const {
+        const u32 pair = offset / expert.tiles_of_wide_n(), i = offset % expert.tiles_of_wide_n();
+        const bool is_wide = expert.wide != 0 && i == expert.split;
+        const bool second_half = i >= expert.split + expert.wide;
+        const u32 m_block = second_half ? i - expert.split - expert.wide : i;
+        const u32 begin = m_block * split_m;
+        tile.n_block = pair * 2 + (is_wide ? blockIdx.x % 2 : second_half);
+        tile.first_row = smem.first_rows[tile.expert] + begin;
+        tile.valid_m = min(count - begin, split_m);
+        tile.m = is_wide ? round_up(tile.valid_m, block_m_granularity) : split_m;
     }
 };
 
