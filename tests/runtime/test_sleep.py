@@ -12,6 +12,7 @@ import torch
 
 import weft
 from tests.baseline import die, raises_soon, resource_counts, shares_mapped
+from tests.moe.layers import CONFIGS, Case
 from tests.operators import KINDS, STEPPED, Step
 from tests.ranks import on_ranks
 from tests.recovery import Survivors
@@ -25,6 +26,7 @@ from weft.errors import (
 )
 from weft.heap import Heap
 from weft.heap.cpu import HostShares
+from weft.heap.local import MIN_BYTES, allocate_local
 
 RANKS, TOKENS = 3, 6
 ASLEEP = r"call group\.wake\(\) first"
@@ -162,7 +164,10 @@ def test_what_a_group_refuses_while_asleep(group: weft.Group) -> None:
         lambda: heap.tensor((1,), torch.uint8),
         lambda: operator.heap.header(0),
         lambda: heap.write(0, 0, b"x"),
+        lambda: allocate_local(group, [((MIN_BYTES,), torch.uint8)]),
         operator.history,
+        operator.output,
+        operator.abort,
         step,
     ]
     for attempt in refused:
@@ -205,24 +210,31 @@ def test_a_rank_without_memory_is_named_and_wake_can_be_repeated(group: weft.Gro
 @on_ranks(RANKS, "cpu")
 def test_an_operator_that_a_rank_closed_while_asleep_is_left_by_all(group: weft.Group) -> None:
     kept, closed, gone = (open_step(group, name) for name in ("pull", "sender", "push"))
+    heap = Heap.create(group, 4096)
     counts = resource_counts()
     group.sleep()
     gone.op.operator.close()
     if group.rank == 1:
         closed.op.operator.close()
+        heap.close()
     group.wake()
     play(kept, 1)
-    for _ in range(2):  # and again after the next sleep
+    with pytest.raises(OutOfOrder, match="closed"):
+        heap.tensor((1,), torch.uint8)
+    heap.close()
+    for _ in range(2):  # and again after a recovery and the next sleep
         with pytest.raises(WeftError) as caught:
             closed()
         if group.rank != 1:
             assert isinstance(caught.value, PeerLeft)
             assert "while the group was asleep" in str(caught.value), str(caught.value)
+        group.recover(timeout=600.0)
+        play(kept, 1)
         group.sleep()
         group.wake()
     play(kept, 2)
     closed.op.operator.close()
-    assert resource_counts()[1] == counts[1] - 2 * RANKS
+    assert resource_counts()[1] == counts[1] - 3 * RANKS
     group.barrier()
 
 
@@ -249,6 +261,32 @@ def test_a_rank_in_a_call_or_with_a_broken_operator_refuses_for_all(group: weft.
     for each in (step, other):
         play(each, 3)
     group.barrier()
+
+
+@on_ranks(2, "cpu")
+def test_a_layer_in_a_call_refuses_for_all(group: weft.Group) -> None:
+    """Its kernels use buffers that a sleep frees, also between two calls of its all-to-all."""
+    case = Case(CONFIGS["deepseek"], tokens=(3, 3))
+    expert: Any = case.shared(group.device)
+
+    def shared(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(OutOfOrder, match="during a call of an MoE layer"):
+            group.sleep()
+        result: torch.Tensor = expert(x)
+        return result
+
+    x, logits = case.inputs_of(group.rank, group.device)
+    correction = case.correction(group.device)
+    with case.open(group) as layer:
+        weights = case.weights(layer.local_experts, group.device)
+        sleepless = layer.sibling(weights, shared=shared, correction=correction)
+        expected = layer(x, logits)
+        assert torch.equal(sleepless(x, logits), expected)
+        sleepless.close()
+        group.sleep()
+        group.wake()
+        assert torch.equal(layer(x, logits), expected)
+        group.barrier()
 
 
 @on_ranks(2, "cpu")

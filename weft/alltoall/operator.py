@@ -214,9 +214,10 @@ class AllToAll(ExpertRankMixin, ExchangeOperator):
 
         Raises:
             InvalidArgument: the object was built with combine="gemm_push", which has no output.
-            OutOfOrder: the object is closed.
+            OutOfOrder: the object is closed, or its group is asleep.
+            GroupError: the group is broken.
         """
-        self.check_open()
+        self.check_running()
         if self.config.shape.combine == "gemm_push":
             raise InvalidArgument(
                 "output() of an all-to-all with combine='gemm_push': every row is stored at its "

@@ -57,7 +57,8 @@ class GroupSleep:
         self._heaps.add(heap)
 
     def add_buffers(self, buffers: LocalBuffers) -> None:
-        """Register local memory by a weak reference."""
+        """Register local memory by a weak reference. Raises OutOfOrder while asleep."""
+        self.check_awake("memory is allocated")
         self._buffers.add(buffers)
 
     def check_awake(self, action: str) -> None:

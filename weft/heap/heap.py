@@ -107,6 +107,11 @@ class Heap:
         return self._shares is None
 
     @property
+    def asleep(self) -> bool:
+        """Whether the memory is freed until `Group.wake`."""
+        return self._asleep
+
+    @property
     def mailbox(self) -> Mailbox:
         """Page of host memory that both this rank's kernels and the host write."""
         if self._mailbox is None:
@@ -130,8 +135,13 @@ class Heap:
         rank = check_int("rank", rank, 0, self.group.size - 1)
         if self._asleep:
             raise OutOfOrder(
-                f"the heap of generation {self.generation} is asleep: call group.wake() first, on "
-                "every rank"
+                f"the heap of generation {self.generation} "
+                + (
+                    "is asleep: call group.wake() first, on every rank"
+                    if self.group.asleep
+                    else "has no memory, because another rank closed it while the group was "
+                    "asleep: close it on every rank, and create a new one"
+                )
             )
         if rank not in shares.ranks:
             raise InvalidArgument(

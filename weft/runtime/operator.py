@@ -219,6 +219,7 @@ class Operator(ABC):
         """Open the mailbox and write the initial contents of this rank's share."""
         self._mailbox = self._mirrors.Mailbox.from_address(self.heap.mailbox.host)
         self._recovery_callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.layer_lock = threading.Lock()  # held by a call of an MoE layer
         self._busy = threading.Lock()  # held by a call, and by close for good
         self._caller = 0  # thread that holds it
         self._access = threading.Lock()  # guards the mailbox and the heap against other threads
@@ -338,10 +339,12 @@ class Operator(ABC):
         finish, but every later call on this rank raises. Close the group afterwards.
 
         Raises:
-            OutOfOrder: the object is closed.
+            OutOfOrder: the object is closed, or its group is asleep, where no rank is in a call.
         """
         with self._access:
             self.check_open()
+            if self._asleep:
+                self._raise_if_broken()
             self._leave_reason = self._leave_reason or "called abort()"
             self._notify_once(ABORTED, "")
             self._mailbox.host_word[0] |= HOST_REQUESTS_LEAVE
@@ -567,8 +570,10 @@ class Operator(ABC):
         between two barriers of the living ranks, after `quiesce` on all of them, so that no peer
         stores into the share. All callbacks of `on_restart` run; then the first error of a
         callback is raised.
+
+        Does nothing if the heap has no memory because a peer closed it, see `leave_closed`.
         """
-        if self._closing:
+        if self._closing or self.heap.asleep:
             return
         with relaxed_capture(self.group.device):
             with self._access:
@@ -617,15 +622,19 @@ class Operator(ABC):
         if self._closing or self._asleep:
             yield
             return
-        self.begin_call("Group.sleep")
-        try:
+        with contextlib.ExitStack() as stack:
+            if not self.layer_lock.acquire(blocking=False):
+                raise OutOfOrder(
+                    "Group.sleep during a call of an MoE layer: wait until it has returned"
+                )
+            stack.callback(self.layer_lock.release)
+            self.begin_call("Group.sleep")
+            stack.callback(self.end_call)
             if is_capturing(self.group.device):
                 raise OutOfOrder("Group.sleep during a graph capture: end the capture first")
             synchronize_device(self.group.device)
             self._raise_if_broken()
             yield
-        finally:
-            self.end_call()
 
     @internal
     def mark_asleep(self) -> None:

@@ -126,7 +126,9 @@ class LowLatencyMode:
 
     def get_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """Return the buffer for the experts' results of a dispatch."""
-        buffer = self._find_exchange(handle).result_buffers[handle.operator_handle.slot]
+        exchange = self._find_exchange(handle)
+        exchange.check_running()
+        buffer = exchange.result_buffers[handle.operator_handle.slot]
         if buffer.latest_handle is not handle.operator_handle:
             raise OutOfOrder(
                 "a later dispatch has reused the memory of this handle: call "
@@ -134,9 +136,9 @@ class LowLatencyMode:
             )
         key = (handle.sizes, handle.operator_handle.slot)
         if key not in self._inputs:
-            group, spec = self._find_exchange(handle).group, (buffer.x.shape, torch.bfloat16)
+            spec = buffer.x.shape, torch.bfloat16
             with disable_inference_mode():
-                (self._inputs[key],) = allocate_local(group, [spec])
+                (self._inputs[key],) = allocate_local(exchange.group, [spec])
         return self._inputs[key]
 
     def check(self) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -126,7 +125,6 @@ class LayerWorkspace(ABC, Generic[Rows]):
         self.group, self.config, self.options = group, config, options
         self.plan, self.choice = plan, choice
         self.layers: WeakSet[object] = WeakSet()  # the open layers
-        self._call_lock = threading.Lock()  # held during a layer's call or relocation
         self._tokens = options.max_tokens  # of the latest call; selects the GEMM plans
         self.exchange = self._create_exchange()
         try:
@@ -187,7 +185,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
             OutOfOrder: another call is running, or a round of the exchange is not combined.
             GroupError: the group is broken.
         """
-        if not self._call_lock.acquire(blocking=False):
+        if not self.exchange.layer_lock.acquire(blocking=False):
             raise OutOfOrder(
                 f"{call} while another thread is in a call of this MoE layer, or of a layer with "
                 "the same workspace: make these calls one after the other, in the same order on "
@@ -203,7 +201,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
 
     def end(self) -> None:
         """End the call."""
-        self._call_lock.release()
+        self.exchange.layer_lock.release()
 
     @contextmanager
     def exclude_calls(self, call: str) -> Iterator[None]:
