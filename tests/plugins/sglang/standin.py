@@ -65,7 +65,7 @@ speculative_num_draft_tokens"""
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(FALSE.split(), False),
     **dict.fromkeys(NONE.split()),
-    **dict.fromkeys(("attn_cp_size", "moe_dp_size", "tokenizer_worker_num"), 1),
+    **dict.fromkeys(("attn_cp_size", "moe_dp_size", "pp_size", "tokenizer_worker_num"), 1),
     **{"disaggregation_mode": "null", "chunked_prefill_size": 32, "moe_a2a_backend": "none"},
 }
 

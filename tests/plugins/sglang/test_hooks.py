@@ -166,6 +166,13 @@ REFUSED_FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"enable_decoder_swa_bounded_replay": True}, "pass --no-enable-decoder-swa-bounded-replay"),
     ({"attn_cp_size": 2}, "--attn-cp-size .use --attn-dp-size"),
     ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode overlap .use serial"),
+    ({"weight_cache_mode": "client"}, "--weight-cache-mode client .use off"),
+    ({"cpu_offload_gb": 8, "offload_group_size": 2, "enable_paged_experts": True},
+     "--cpu-offload-gb .experts stay on the GPUs: use more ranks., --offload-group-size .*, "
+     "--enable-paged-experts "),
+    ({"offload_group_size": -1, "kt_weight_path": "folder"}, "support --kt-weight-path .experts"),
+    ({"enforce_shared_experts_fusion": True}, "-fusion .weft overlaps the shared expert: WEFT_"),
+    ({"enable_nvidia_megakernel": True}, "--enable-nvidia-megakernel .its kernels replace"),
     ({"enable_lora": True}, "--lora-target-modules is not given: pass"),
     ({"enable_lora": True, "lora_target_modules": {"q_proj", "gate_up_proj"}},
      "--lora-target-modules is gate_up_proj q_proj: pass a subset of fused_qkv_a_proj_with_mqa"),
@@ -176,6 +183,25 @@ def test_unsupported_flags_are_refused(sglang: Any) -> None:
     for changes, text in REFUSED_FLAGS:
         with pytest.raises(InvalidArgument, match=text):
             flags.check_server(sglang.make_args(**changes))
+
+
+def test_a_backend_that_no_layer_uses_is_refused(sglang: Any) -> None:
+    """SGLang may replace the backend, or the model may be dense."""
+    passed, model = sglang.make_args(moe_a2a_backend="weft"), SimpleNamespace()
+    for resolved, text in (
+        (
+            "deepep",
+            "replaced --moe-a2a-backend weft by 'deepep' because of .*"
+            "remove --enable-waterfill and --dwdp-size",
+        ),
+        ("weft", "SimpleNamespace has no MoE layers that weft runs: remove"),
+    ):
+        server_args = sglang.make_args(moe_a2a_backend=resolved)
+        with pytest.raises(InvalidArgument, match=text):
+            flags.check_unused(passed, server_args, model)
+        flags.check_unused(sglang.make_args(), server_args, model)
+        server_args.pp_size = 2  # a rank may have dense layers alone
+        flags.check_unused(passed, server_args, model)
 
 
 def test_the_server_is_ended_by_a_signal_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,7 +281,9 @@ def refuse_block(group: weft.Group) -> dict[str, str]:
     standin.Another = type("Another", (standin.Qwen3MoeSparseMoeBlock,), forward)
     BLOCKS["another"] = "Another"
     stock = partial(Server, backend="none", elastic_ep_backend="weft")
+    dense = partial(Server, layers=0)
     return {
+        "Model has no MoE layers that weft runs: remove --moe-a2a-backend": error_of(dense, group),
         "Another of Model is not among the MoE blocks that weft supports": error_of(
             Server, group, "another"
         ),

