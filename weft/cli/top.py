@@ -30,7 +30,7 @@ class Row:
         key: Process, number of the group in it, operator and phase.
         rank: Rank in the group.
         size: Number of ranks.
-        rounds: Finished rounds; of control calls, the number of the last call.
+        rounds: Finished rounds or control calls.
         seconds: Mean duration of the last rounds; None for control calls.
         between_seconds: Mean time before them; None for control calls.
         waits: Seconds waited by peer and cause.
@@ -77,13 +77,24 @@ def read_rows() -> tuple[list[Row], list[str]]:
     errors: list[str] = []
     rows: list[Row] = []
     for process in read_all(errors.append):
-        for number, group in enumerate(process["groups"]):
-            if "error" in group:
-                errors.append(f"process {process['pid']}, rank {group['rank']}: {group['error']}")
-            for name, waits in group.get("waits", {}).items():
-                rows += _phase_rows((process["pid"], number), group, name, waits)
+        try:
+            rows += _process_rows(process, errors)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            errors.append(
+                f"process {process['pid']} runs a version of weft that this one cannot read"
+            )
     rows.sort(key=lambda row: (row.size, row.rank, *row.key))
     return rows, errors
+
+
+def _process_rows(process: Mapping[str, Any], errors: list[str]) -> list[Row]:
+    rows: list[Row] = []
+    for group in process["groups"]:
+        if "error" in group:
+            errors.append(f"process {process['pid']}, rank {group['rank']}: {group['error']}")
+        for name, waits in group.get("waits", {}).items():
+            rows += _phase_rows((process["pid"], int(group["number"])), group, name, waits)
+    return rows
 
 
 def _phase_rows(
@@ -98,12 +109,12 @@ def _phase_rows(
             for cause in ("skew", "transfer")
         }
         times = phases.get(phase)
-        last = max((entry["round"] for entry in entries), default=0)
+        calls = max((sum(entry["skew"]["counts"]) for entry in entries), default=0)
         yield Row(
             (*place, name, phase),
-            group["rank"],
-            group["size"],
-            last if times is None else times["rounds"],
+            int(group["rank"]),
+            int(group["size"]),
+            calls if times is None else times["rounds"],
             None if times is None else times["seconds"],
             None if times is None else times["between_seconds"],
             totals,

@@ -11,25 +11,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from weft.errors import WeftError
 from weft.group.waits import Waits
 
 _log = logging.getLogger(__name__)
 _PREFIX = "weft-status"
 _TIMEOUT = 2.0  # seconds for one connection
 _MAX_BYTES = 16 << 20  # of an answer
+_RETRY_SECONDS = 1.0  # after a connection that could not be accepted
+_NAME = re.compile(rb" @(%b-([0-9]+)-[0-9a-f]{16})$" % _PREFIX.encode(), re.MULTILINE)
 _CREDENTIALS = struct.Struct("3i")  # process, user and group id of the other end
 
 
@@ -47,20 +51,18 @@ class StatusServer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._groups: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._process = 0
+        self._groups: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
         self._listener: socket.socket | None = None
         self._identity: tuple[int, int] | None = None  # of the listener's descriptor
         self._thread: threading.Thread | None = None
+        os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._close, join=True)
 
     def add(self, group: Source) -> None:
         """Include a group until `remove` or its end. The first one starts the thread."""
         with self._lock:
-            if self._process != os.getpid():  # a forked child inherits neither thread nor groups
-                self._groups, self._listener = weakref.WeakSet(), None
-                self._process = os.getpid()
-            self._groups.add(group)
+            self._groups[group] = next(self._numbers)
             if self._listener is not None:
                 return
             try:
@@ -77,17 +79,20 @@ class StatusServer:
     def remove(self, group: Source) -> None:
         """Exclude a group. The last one ends the thread."""
         with self._lock:
-            self._groups.discard(group)
+            self._groups.pop(group, None)
             if not self._groups:
                 self._close()
 
+    def _forget(self) -> None:
+        """Release the parent's listener in a forked child, which has neither thread nor groups."""
+        self._lock = threading.Lock()
+        self._groups = weakref.WeakKeyDictionary()
+        if (listener := self._take_listener()) is not None:
+            listener.close()
+
     def _close(self, *, join: bool = False) -> None:
         """End the thread; with `join`, wait until it no longer runs."""
-        if self._listener is None or self._process != os.getpid():
-            return
-        listener, self._listener = self._listener, None
-        if _identify(listener) != self._identity:
-            listener.detach()  # the process closed all descriptors, and may have reused this one
+        if (listener := self._take_listener()) is None:
             return
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -95,12 +100,20 @@ class StatusServer:
         if join and self._thread is not None:
             self._thread.join(_TIMEOUT)
 
+    def _take_listener(self) -> socket.socket | None:
+        listener, self._listener = self._listener, None
+        if listener is not None and _identify(listener) != self._identity:
+            listener.detach()  # the process closed all descriptors, and may have reused this one
+            return None
+        return listener
+
     def _serve(self, listener: socket.socket) -> None:
-        while True:
+        while self._listener is listener:
             try:
                 connection, _ = listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # closed, or the process has no descriptor left
+                time.sleep(_RETRY_SECONDS if self._listener is listener else 0.0)
+                continue
             with contextlib.suppress(OSError), connection:
                 connection.settimeout(_TIMEOUT)
                 if _peer_user(connection) == os.geteuid():
@@ -108,12 +121,14 @@ class StatusServer:
 
     def _describe(self) -> dict[str, Any]:
         groups = []
-        for group in list(self._groups):
-            entry: dict[str, Any] = {"rank": group.rank, "size": group.size}
+        with self._lock:
+            numbered = list(self._groups.items())
+        for group, number in numbered:
+            entry: dict[str, Any] = {"number": number, "rank": group.rank, "size": group.size}
             try:
                 waits = group.waits()
                 entry["waits"] = {name: asdict(each) for name, each in waits.items()}
-            except WeftError as error:  # of a GPU, or of a group that is closing
+            except Exception as error:  # of a GPU, or of a group that is closing
                 entry["error"] = f"{type(error).__name__}: {error}"
             groups.append(entry)
         return {"pid": os.getpid(), "groups": groups}
@@ -147,18 +162,19 @@ def read_all(on_error: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     Args:
         on_error: Called with a text for each process that does not answer.
     """
-    with open("/proc/net/unix") as file:
-        names = {line.split()[-1] for line in file if f"@{_PREFIX}-" in line}
-    for name in sorted(names):
+    with open("/proc/net/unix", "rb") as file:  # other users choose names of their own
+        names = dict(_NAME.findall(file.read()))
+    for name, pid in sorted(names.items()):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_TIMEOUT)
             try:
-                connection.connect("\0" + name[1:])
-                if _peer_user(connection) != os.geteuid():
-                    continue
-                yield json.loads(_receive(connection))
-            except (OSError, ValueError) as error:
-                on_error(f"process {name.split('-')[2]} does not answer: {error}")
+                connection.connect(b"\0" + name)
+                if _peer_user(connection) == os.geteuid():
+                    yield {**json.loads(_receive(connection)), "pid": int(pid)}
+            except ConnectionRefusedError:  # it has just ended
+                continue
+            except (OSError, ValueError, TypeError) as error:
+                on_error(f"process {pid.decode()} does not answer: {error}")
 
 
 def _receive(connection: socket.socket) -> bytes:

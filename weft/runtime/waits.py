@@ -3,7 +3,7 @@
 
 A thread of the process polls the header of each operator's own share once a second, which kernels
 update while they wait. Calls have no overhead. An operator on GPUs, whose header must be copied, is
-polled only until its first round has finished, because later waits have a shorter timeout.
+polled after its first round only if later waits have a long timeout, too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from weft.heap.header import EPOCH_MASK
 
 SAMPLE_SECONDS = 0.1  # between two reads of a peer; a waiting peer updates its header every 16 us
 _JOIN_SECONDS = 2.0  # timeout for the poll thread at process exit
+_BRIEF_SECONDS = 30.0  # a wait with a shorter timeout ends with an error soon after its first log
 _log = logging.getLogger(__name__)
 
 
@@ -54,21 +55,20 @@ class WaitWatcher:
     """Operators of this process, and the thread that polls them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)  # a child does not inherit the thread
+        atexit.register(self._end)
+
+    def _reset(self) -> None:
+        self._lock, self._stop = threading.Lock(), threading.Event()
         self._states: weakref.WeakKeyDictionary[WatchedOperator, _PollState] = (
             weakref.WeakKeyDictionary()
         )
         self._thread: threading.Thread | None = None
-        self._process = os.getpid()
-        self._stop = threading.Event()
-        atexit.register(self._end)
 
     def watch(self, operator: WatchedOperator) -> None:
         """Poll an operator as long as it is alive."""
         with self._lock:
-            if os.getpid() != self._process:  # a forked child inherits the list but not the thread
-                self._states.clear()
-                self._process, self._thread = os.getpid(), None
             self._states[operator] = _PollState()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weft-waits", daemon=True)
@@ -77,7 +77,7 @@ class WaitWatcher:
     def _end(self) -> None:
         self._stop.set()
         thread = self._thread
-        if thread is not None and os.getpid() == self._process:
+        if thread is not None:
             thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
@@ -101,7 +101,8 @@ def _poll(operator: WatchedOperator, state: _PollState) -> bool:
     header = operator.read_own_header()
     if header is None:
         return False
-    if operator.group.device.type == "cuda" and any(record.phase for record in header.ring):
+    is_gpu, is_brief = operator.group.device.type == "cuda", operator.timeouts[0] < _BRIEF_SECONDS
+    if is_gpu and is_brief and any(record.phase for record in header.ring):
         return False
     header_type: Any = type(header)
     epoch, ring = header_type.epoch, header_type.ring
