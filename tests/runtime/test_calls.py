@@ -317,3 +317,12 @@ def test_only_tensors_with_memory_and_without_gradient_have_a_key():
         assert build_tensors_key([dense(), other])[0] is None
     with torch.no_grad():
         assert build_tensors_key([inputs])[0] == build_tensors_key([dense()])[0]
+
+
+@on_ranks(2, "cpu")
+def test_ranks_with_other_code_create_nothing(group):
+    """As a replacement would have that starts after an update of the package."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.runtime.operator.header_digest", lambda: f"code {group.rank}")
+        with pytest.raises(GeometryMismatch, match=r"weft's code differs: rank 0 has 'code 0' and"):
+            open_kind(group, "AllReduce")

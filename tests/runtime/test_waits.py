@@ -13,8 +13,9 @@ import weft
 from tests.faults import AFTER_PAYLOAD, DELAY, plan_fault
 from tests.operators import KINDS
 from tests.ranks import on_ranks
-from weft.group.waits import BOUNDS_NS, PeerWaits
-from weft.heap.header import PHASES
+from weft.group.waits import BOUNDS_NS, PeerWaits, PhaseTimes
+from weft.heap.header import PHASES, Record, header_structs
+from weft.runtime.read_waits import read_waits
 
 FIRST_PHASES = ("dispatch", "all-reduce")
 
@@ -154,6 +155,18 @@ def test_counters_survive_sleep_and_are_read_meanwhile(group: weft.Group) -> Non
         assert op.operator.waits().peers == peers
         op.round()
         assert waits_of(op.operator)[1 - group.rank].skew.count == 4
+        assert {times.rounds for times in op.operator.waits().phases} == {4}
+
+
+def test_records_that_are_written_during_a_copy_are_skipped() -> None:
+    """They have an old start with a new end, or a new start with an old end."""
+    header = header_structs(2).Header()
+    for epoch in range(1, 101):
+        header.ring[2 * epoch] = Record(epoch, 100 * epoch, 100 * epoch + 60, 1, 0)
+    for start, end in ((100, 10060), (10000, 160)):
+        header.ring[2] = Record(101, start, end, 1, 0)
+        (times,) = read_waits(header, 0, (0, 1), ("dispatch",), {"dispatch": 7}).phases
+        assert times == PhaseTimes("dispatch", 108, 60e-9, 40e-9)
 
 
 @pytest.mark.parametrize("name", ["pull", "push"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-BUCKETS = 22  # of a histogram; WAIT_BUCKETS of the kernels
+BUCKETS = 22  # of a histogram; wait_buckets of the kernels
 BOUNDS_NS = tuple(1024 << i for i in range(BUCKETS - 1))  # upper bounds; the last bucket has none
 CONTROL = "control"  # phase of a wait in a control call
 
@@ -29,11 +29,6 @@ class WaitTimes:
     def count(self) -> int:
         """Number of waits."""
         return sum(self.counts)
-
-    @property
-    def mean_seconds(self) -> float:
-        """Mean duration; 0 without waits."""
-        return self.total_seconds / max(1, self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +63,7 @@ class PhaseTimes:
 
     Attributes:
         phase: "dispatch", "combine" or "all-reduce".
-        rounds: Number of rounds that this rank has finished.
+        rounds: Number of rounds that this rank has finished since the operator was created.
         seconds: Duration from the start of the kernel to its end.
         between_seconds: Time from the end of this operator's previous kernel to the start of this
             one, in which the rank computes, or its host is late.
@@ -93,11 +88,6 @@ class Waits:
     rank: int
     phases: tuple[PhaseTimes, ...]
     peers: tuple[PeerWaits, ...]
-
-    def get_latest_peer(self, phase: str) -> PeerWaits | None:
-        """Return the peer for which this rank has waited longest in a phase, or None."""
-        waits = [entry for entry in self.peers if entry.phase == phase]
-        return max(waits, key=lambda entry: entry.seconds, default=None)
 
 
 @dataclass(slots=True)

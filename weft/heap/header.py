@@ -12,12 +12,12 @@ import functools
 from ctypes import c_uint8, c_uint32, c_uint64
 from typing import NamedTuple
 
+from weft.group.waits import BUCKETS
 from weft.shape import MAX_RANKS, NARROW_RANKS
 
 ABI = 12
 RING_RECORDS = 256
 RING_TIMELINES = 64
-WAIT_BUCKETS = 22
 EPOCH_MASK = (1 << 40) - 1
 EXIT_REASON_BYTES = 512
 HOST_BITS = 63  # per Mailbox.host_word: bit r % 63 of word r // 63 is set if rank r has ended
@@ -65,7 +65,7 @@ class WaitTimes(ctypes.Structure):
     _fields_ = (
         ("total_ns", c_uint64),
         ("max_ns", c_uint64),
-        ("counts", c_uint64 * WAIT_BUCKETS),
+        ("counts", c_uint64 * BUCKETS),
     )
 
 

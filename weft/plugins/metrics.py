@@ -95,6 +95,8 @@ class Exporter:
             self.update()
         except WeftError as error:  # a GPU or the group failed; the engine reports that
             _log.info("metrics of rank %d end: %s", self._group.rank, error)
+        except Exception:
+            _log.warning("metrics of rank %d end", self._group.rank, exc_info=True)
 
     def update(self) -> None:
         """Copy the counters."""

@@ -14,6 +14,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
@@ -50,6 +51,7 @@ from weft.heap.header import (
     rank_set_words,
 )
 from weft.heap.host_memory import check_host_memory
+from weft.jit.source import header_digest
 from weft.keywords import internal
 from weft.runtime import library
 from weft.runtime.ambient import disable_autocast
@@ -59,7 +61,7 @@ from weft.runtime.identity import FLAG_MASK, MAX_LAYERS, describe_dispatch
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import ShareConfig
 from weft.runtime.options import RunOptions
-from weft.runtime.read_waits import read_waits
+from weft.runtime.read_waits import count_rounds, read_waits
 from weft.runtime.report import (
     ABORTED,
     ALL_REDUCE,
@@ -125,6 +127,7 @@ class Operator(ABC):
     debug_checks: DebugChecks | None = None  # set with WEFT_DEBUG=1
     _asleep = False  # whether the heap has no memory, see `Group.sleep`
     _saved_header: ctypes.Structure | None = None  # this rank's header before it fell asleep
+    _rounds_before_restart: Mapping[str, int] = {}  # finished ones, by phase
     _has_raised = False  # whether a caller has received the error that broke the group
     _drops_repeats = False  # whether dispatch drops repeated ids of a row
     _phase_names: Sequence[str] = ("dispatch", "combine")  # of Header.waits
@@ -170,6 +173,12 @@ class Operator(ABC):
         self.group, self.kind, self._owner = group, label.split(" ", 1)[1], os.getpid()
         manifest = {**self._manifest(), "WEFT_DEBUG": self.debug_checks is not None}
         try:
+            code = header_digest()  # a replacement may start after an update of the package
+            group.record(
+                lambda messages: messages.check_equal(
+                    code, "weft's code", fix="install one version for all ranks, and restart them"
+                )
+            )
             group.agree(dict(manifest), label=f"{self.kind} geometry")
             if group.hosts == 1:
                 self._allocate(label)
@@ -381,7 +390,9 @@ class Operator(ABC):
             self.check_open()
             header = self._saved_header or self._read_header()
         ranks = self.group.host_ranks[self.group.host]
-        return read_waits(header, self.group.rank, ranks, self._phase_names)
+        return read_waits(
+            header, self.group.rank, ranks, self._phase_names, self._rounds_before_restart
+        )
 
     def close(self) -> None:
         """Free the memory. Waits for this rank's own work, never for a peer. Idempotent.
@@ -584,9 +595,13 @@ class Operator(ABC):
                 words[:] = [0] * len(words)
                 self._asleep = False
                 try:
+                    rounds = count_rounds(self._saved_header or self._read_header())
                     self._discard_calls()
                     self._write_share()
                     self._saved_header = None
+                    self._rounds_before_restart = Counter(self._rounds_before_restart) + Counter(
+                        rounds
+                    )
                 except BaseException as error:
                     self._leave_reason = f"could not recover: {format_reason(error)}"
                     words[0] = HOST_REQUESTS_LEAVE
