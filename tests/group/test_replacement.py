@@ -480,7 +480,9 @@ def test_all_objects_work_with_a_replacement(group):
     meeting = group.open_meeting()
     assert open_files() == files, "the earlier meeting is closed"
     process = fork(works, meeting.address, 2) if group.rank == 0 else None
+    (control_calls, *_) = [peer.skew.count for peer in group.waits()["control"].peers]
     group.replace(meeting, timeout=LONG)
+    assert group.waits()["control"].peers[0].skew.count > control_calls
     assert (group.timeout, objects.bases()) == (before, addresses)
     objects.work()
     group.barrier()
@@ -507,3 +509,14 @@ def test_invalid_arguments_are_refused(group):
     for call in (group.replace, group.join):  # all ranks live
         with pytest.raises(errors.OutOfOrder):
             call(meeting)
+
+
+def test_a_new_process_waits_for_the_survivors_as_long_as_it_may():
+    """The time of a step may be another one."""
+    with weft.Group.for_replacement(rank=1, size=2, device="cpu") as group:
+        meeting = Meeting.open()
+        try:
+            with pytest.raises(errors.RendezvousFailed, match=r"within 0\.05 s: check whether its"):
+                group.join(meeting.address, timeout=LONG, rendezvous_timeout=0.05)
+        finally:
+            meeting.close()

@@ -215,7 +215,7 @@ class Agreement:
             if (waited := wait_timer.due()) is not None:
                 _log.warning(
                     "rank %d has waited %.0f s in recover for %s, which neither called it nor "
-                    "has_ended",
+                    "has ended",
                     *(self._rank, waited, self._format_ranks(waiting)),
                 )
             time.sleep(_POLL_SECONDS)

@@ -744,7 +744,13 @@ class Group:
         self._sleep.check_awake("a rank is replaced")
         self._recovery.replace(meeting, timeout)
 
-    def join(self, meeting: Meeting | str, *, timeout: float = 120.0) -> None:
+    def join(
+        self,
+        meeting: Meeting | str,
+        *,
+        timeout: float = 120.0,
+        rendezvous_timeout: float | None = None,
+    ) -> None:
         """Join the survivors as the replacement of a dead rank. Collective with `replace`.
 
         Before, create the objects that the survivors have created, in the same order, also those
@@ -753,7 +759,10 @@ class Group:
 
         Args:
             meeting: Meeting from the survivors' `open_meeting`, or its `address`.
-            timeout: Seconds for the rendezvous, and then for each step of the other ranks.
+            timeout: Seconds for each step of the other ranks.
+            rendezvous_timeout: Seconds until the survivors call `replace`. Pass a long time if they
+                may be asleep, or wait for other replacements: if they end, or recover again, `join`
+                raises at once. Default: `timeout`.
 
         Raises:
             OutOfOrder: the group is not from `for_replacement`, has joined, or is asleep.
@@ -765,7 +774,10 @@ class Group:
             meeting = Meeting.from_address(meeting)
         check_instance("meeting", meeting, Meeting)
         self._sleep.check_awake("it joins the survivors")
-        self._recovery.join(meeting, check_seconds("timeout", timeout))
+        timeout = check_seconds("timeout", timeout)
+        if rendezvous_timeout is not None:
+            rendezvous_timeout = check_seconds("rendezvous_timeout", rendezvous_timeout)
+        self._recovery.join(meeting, timeout, rendezvous_timeout or timeout)
 
     def abort(self, reason: str) -> None:
         """Make current and later control messages of this rank raise. Any thread may call it.

@@ -154,13 +154,13 @@ class GroupRecovery:
             )
         self._replay_creations(dead, timeout)
 
-    def join(self, meeting: Meeting, timeout: float) -> None:
+    def join(self, meeting: Meeting, timeout: float, rendezvous_timeout: float) -> None:
         """See `Group.join`."""
         messages = self._messages
         if self.closed or not self._must_join:
             raise OutOfOrder("join needs a new group from Group.for_replacement")
         self._must_join = False
-        membership = self._meet(meeting, None, timeout, Peers())
+        membership = self._meet(meeting, None, timeout, Peers(), rendezvous_timeout)
         self._connect(membership)
         self._replay_creations(frozenset(range(messages.size)) - {messages.rank}, timeout)
 
@@ -188,7 +188,12 @@ class GroupRecovery:
             return self._meet(meeting, dead, timeout, peers)
 
     def _meet(
-        self, meeting: Meeting, dead: frozenset[int] | None, timeout: float, peers: Peers
+        self,
+        meeting: Meeting,
+        dead: frozenset[int] | None,
+        timeout: float,
+        peers: Peers,
+        rendezvous_timeout: float | None = None,
     ) -> Membership:
         """Connect to all ranks, and check that the joining ones are those that the others lack.
 
@@ -197,6 +202,7 @@ class GroupRecovery:
             dead: Ranks that this survivor lacks, or None in a new process.
             timeout: Seconds for each step.
             peers: Processes whose death ends the meeting.
+            rendezvous_timeout: Seconds until all ranks must have connected. Default: `timeout`.
         """
         messages = self._messages
         control = meet(
@@ -204,7 +210,7 @@ class GroupRecovery:
             rank=messages.rank,
             size=messages.size,
             device=self._device.type,
-            timeout=timeout,
+            timeout=rendezvous_timeout or timeout,
             peers=peers,
         )
         membership = self._watch(control, timeout)
@@ -247,6 +253,7 @@ class GroupRecovery:
         old, self._membership = self._membership, pending
         with contextlib.ExitStack() as cleanup:
             if old is not None:
+                pending.control.waits = old.control.waits  # counters never go back
                 cleanup.callback(old.close)
             self._messages.control = pending.control
             self._roster.restore(pending.liveness.has_ended)

@@ -95,6 +95,7 @@ class Rank:
 
     def __init__(self, group: Any, **flags: Any) -> None:
         os.environ["WEFT_SGLANG_TIMEOUT"] = "600"
+        elastic.MAX_DIGESTS = 7  # so that weights are compared in several messages
         self.group, self.server = group, replicated(group, **flags)
         self.scheduler = sglang().Scheduler()
 
@@ -209,7 +210,7 @@ class Process:
     """A process of the controller."""
 
     def __init__(self) -> None:
-        self.events: list[str] = []
+        self.pid, self.events = 4711, list[str]()
         self.kill, self.join = (partial(self.events.append, e) for e in ("kill", "join"))
 
 
@@ -239,13 +240,67 @@ def test_the_controller_starts_one_process_for_each_dead_rank_and_meeting(
     assert started[1:] == [(0, "1-b"), (2, "1-b")]
     assert waiting.events == ["kill", "join"]
     assert before[1].events == []
-    replacements.update(processes, [True] * 3, None)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_the_controller_gives_a_rank_up(
+    joins: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its replacements fail to join, or die soon after they have."""
+    replacements, started, now = healing.Replacements(), list[str](), [0.0]
+
+    def start(rank: int, address: str, processes: list[Any]) -> None:
+        started.append(address)
+
+    monkeypatch.setattr(replacements, "_start", start)
+    monkeypatch.setattr(f"{healing.__name__}.time", SimpleNamespace(monotonic=lambda: now[0]))
+    processes: list[Any] = [Process() for _ in range(2)]
+    replacements.update(processes, [True, False], "0-first")
     for attempt in range(healing.MAX_ATTEMPTS + 2):
-        replacements.update(processes, [True, True, False], f"0-{attempt}")
-    assert len(started) == 3 + healing.MAX_ATTEMPTS
-    replacements.update(processes, [True] * 3, None)
-    replacements.update(processes, [True, True, False], "0-later")
-    assert started[-1] == (2, "0-later")
+        now[0] += healing.STABLE_SECONDS / 2
+        replacements.update(processes, [True, joins], None)
+        now[0] += healing.STABLE_SECONDS / 4
+        replacements.update(processes, [True, False], f"0-{attempt}")
+    assert len(started) == healing.MAX_ATTEMPTS
+    assert "3 replacements of rank 1 have failed: the server continues without" in caplog.text
+    now[0] += healing.STABLE_SECONDS
+    replacements.update(processes, [True, False], "0-later")
+    assert "0-later" not in started  # it has not served since
+
+
+def test_a_rank_that_has_served_long_is_replaced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    replacements, started, now = healing.Replacements(), list[str](), [0.0]
+    monkeypatch.setattr(replacements, "_start", lambda rank, address, _: started.append(address))
+    monkeypatch.setattr(f"{healing.__name__}.time", SimpleNamespace(monotonic=lambda: now[0]))
+    processes: list[Any] = [Process() for _ in range(2)]
+    for attempt in range(2 * healing.MAX_ATTEMPTS):
+        replacements.update(processes, [True, False], f"0-{attempt}")
+        replacements.update(processes, [True, True], None)
+        now[0] += healing.STABLE_SECONDS
+    assert len(started) == 2 * healing.MAX_ATTEMPTS
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_a_replacement_that_ends_early_is_logged(
+    has_started: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others would wait for one that has not started."""
+    replacements = healing.Replacements()
+
+    def start(rank: int, address: str, processes: list[Any]) -> None:
+        processes[rank] = Process()
+
+    monkeypatch.setattr(replacements, "_start", start)
+    processes: list[Any] = [Process() for _ in range(3)]
+    before = processes[1]
+    replacements.update(processes, [True, False, False], "0-a")
+    replacements.report_end(1, before, has_started=True)  # killed by update
+    assert not caplog.text
+    replacements.report_end(1, processes[1], has_started=has_started)
+    assert processes[2].events == ([] if has_started else ["kill"])
+    ranks = "1" if has_started else "1, 2"
+    assert "process 4711 ended before it could replace rank 1: its log says why" in caplog.text
+    assert f"The server continues without rank {ranks}" in caplog.text
 
 
 def test_collectives_of_a_replacement_raise_once_it_serves(

@@ -38,6 +38,8 @@ from weft.plugins.sglang.weights import check_weights_equal, describe_weights
 
 RECOVERY_TIMEOUT = 60.0  # seconds within which all survivors must enter recovery
 JOIN_TIMEOUT = 60.0  # seconds of a step in which replacements, which have connected, join
+WAIT_TIMEOUT = 7 * 86400.0  # seconds that a replacement waits for sleeping ranks and other ones
+MAX_DIGESTS = 2048  # of weights in one message, which holds 1 MiB
 SEND_TIMEOUT = 1.0  # seconds that a message waits for a rank's process
 # Errors that a rank may get, in a layer or a control message, after another rank has died.
 PEER_ERRORS = (PeerDied, PeerLeft, PeerTimeout, RendezvousFailed)
@@ -294,7 +296,7 @@ class Survivors:
         """Join the survivors, in a replacement."""
         address, self._join_address = self._join_address, ""
         with healing.end_on_error("joining"):
-            self.group.join(address, timeout=LOAD_TIMEOUT)
+            self.group.join(address, timeout=LOAD_TIMEOUT, rendezvous_timeout=WAIT_TIMEOUT)
             self._complete_join()
         healing.LoneProcessGroup.seal()
 
@@ -304,8 +306,14 @@ class Survivors:
         Raises:
             SetupError: If the weights of a rank differ. Every rank raises it.
         """
-        states = self.group.all_gather([self._num_steps, self._describe_weights()])
-        check_weights_equal([state[1] for state in states])
+        digests = list(self._describe_weights().items())
+        states = self.group.all_gather([self._num_steps, len(digests)])
+        parts = -(-max(state[1] for state in states) // MAX_DIGESTS)
+        by_rank: list[dict[str, Any]] = [{} for _ in states]
+        for part in range(parts):
+            for rank, entries in enumerate(self.group.all_gather(digests[part::parts])):
+                by_rank[rank].update(entries)
+        check_weights_equal(by_rank)
         self._num_steps = max(state[0] for state in states)
         self.dead, self._meeting = set(), None
         self._on_change(self.dead)
@@ -371,11 +379,17 @@ def enable_recovery(group: Group, runner: Any, layers: Iterable[Any], server_arg
                 unavailable[0][1],
                 unavailable[0][0],
             )
+    obstacles = [name for name in ("enable_eplb", "enable_lora") if getattr(server_args, name)]
+    if obstacles and group.rank == 0:
+        _log.warning(
+            "the server does not replace dead ranks, because of --%s",
+            " and --".join(obstacles).replace("_", "-"),
+        )
     _survivors = Survivors(
         group,
         on_change,
         lambda: describe_weights(runner.model, layers, locations, group.rank),
-        can_heal=not (server_args.enable_eplb or server_args.enable_lora),
+        can_heal=not obstacles,
         join_address=healing.get_join_address(),
     )
 

@@ -15,9 +15,10 @@ import inspect
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from weft.plugins.engine_api import ExpectedAPI
 from weft.plugins.sglang.hooks import NAME, RUNNER, SRT, Hook
 
 MAX_ATTEMPTS = 3  # replacements of a rank that may fail in a row
+STABLE_SECONDS = 600.0  # a replacement that serves for less has failed
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _WRITER = 6  # position of pipe_writer in the arguments of run_scheduler_process
 _BACKEND = "weft_lone"  # torch backend of LoneProcessGroup
@@ -75,8 +77,11 @@ class Replacements:
 
     def __init__(self) -> None:
         self.launches: dict[int, _Launch] = {}  # by rank
+        self._lock = threading.Lock()
         self._addresses: set[str] = set()  # of all meetings so far: reports may be late
         self._attempts: Counter[int] = Counter()
+        self._joining: dict[int, Any] = {}  # processes that have not joined yet, by rank
+        self._join_times: dict[int, float] = {}  # of the ranks that have been replaced
 
     def update(self, processes: list[Any], active: list[bool], address: str | None) -> None:
         """Start a process for each dead rank if the survivors have opened a new meeting.
@@ -88,44 +93,75 @@ class Replacements:
             active: Whether each rank is alive.
             address: Address of the survivors' meeting, or None.
         """
+        now = time.monotonic()
         dead = [rank for rank, is_active in enumerate(active) if not is_active]
-        self._attempts = Counter({rank: self._attempts[rank] for rank in dead})
-        if not dead or not address or address in self._addresses:
-            return
-        self._addresses.add(address)
-        self._attempts.update(dead)
-        for rank in dead:
-            processes[rank].kill()
-            processes[rank].join()
-        if failed := [rank for rank in dead if self._attempts[rank] > MAX_ATTEMPTS]:
-            _log.error(
-                "%d replacements of rank %s have failed: the server continues without it",
-                *(MAX_ATTEMPTS, ", ".join(map(str, failed))),
-            )
-            return
-        for rank in dead:
-            self._start(rank, address, processes)
+        with self._lock:
+            for rank in self._joining.keys() - set(dead):
+                del self._joining[rank]
+                self._join_times[rank] = now
+            if not dead or not address or address in self._addresses:
+                return
+            self._addresses.add(address)
+            self._joining.clear()
+            for rank in dead:
+                processes[rank].kill()
+                processes[rank].join()
+                if now - self._join_times.pop(rank, now) >= STABLE_SECONDS:
+                    del self._attempts[rank]
+                self._attempts[rank] += 1
+            failed = [rank for rank in dead if self._attempts[rank] > MAX_ATTEMPTS]
+            if failed:
+                _log.error(
+                    "%d replacements of rank %s have failed: the server continues without rank %s",
+                    *(MAX_ATTEMPTS, _format(failed), _format(dead)),
+                )
+                return
+            for rank in dead:
+                self._start(rank, address, processes)
+                self._joining[rank] = processes[rank]
 
     def _start(self, rank: int, address: str, processes: list[Any]) -> None:
         from sglang.srt.managers.data_parallel_controller import mp
 
         reader, writer = mp.Pipe(duplex=False)
-        processes[rank] = process = self.launches[rank].start(address, writer)
+        process: Any = self.launches[rank].start(address, writer)
+        processes[rank] = process
         writer.close()
         _log.warning("rank %d has died: process %d will replace it", rank, process.pid)
 
-        def report() -> None:
+        def watch() -> None:
+            has_started = True
             try:
                 reader.recv()
-            except EOFError:
-                _log.error(
-                    "process %d ended before it could replace rank %d: its log says why",
-                    *(process.pid, rank),
-                )
-            else:
                 _log.info("process %d has started and joins as rank %d", process.pid, rank)
+            except EOFError:
+                has_started = False
+            wait([process.sentinel])
+            self.report_end(rank, process, has_started=has_started)
 
-        threading.Thread(target=report, name=f"weft-replacement-{rank}", daemon=True).start()
+        threading.Thread(target=watch, name=f"weft-replacement-{rank}", daemon=True).start()
+
+    def report_end(self, rank: int, process: Any, *, has_started: bool) -> None:
+        """Log that a process has ended, if it should have joined. Any thread.
+
+        If it had not started, end the others too: they would wait for it.
+        """
+        with self._lock:
+            if rank not in self._joining or self._joining[rank] is not process:
+                return
+            del self._joining[rank]
+            others = [] if has_started else list(self._joining)
+            for other in others:
+                self._joining.pop(other).kill()
+        _log.error(
+            "process %d ended before it could replace rank %d: its log says why. The server "
+            "continues without rank %s",
+            *(process.pid, rank, _format(sorted([rank, *others]))),
+        )
+
+
+def _format(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 _replacements = Replacements()
