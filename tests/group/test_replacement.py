@@ -438,6 +438,11 @@ class Objects:
                 LAYER.check(called(x, logits), LAYER.expected(called, x, logits))
 
 
+def nap(group):
+    group.sleep()
+    group.wake()
+
+
 def works(address, rank):
     """Construct the survivors' objects in the same order, also the closed ones."""
     group = alone(rank)
@@ -450,7 +455,10 @@ def works(address, rank):
     for called in objects.callables().values():
         if isinstance(called, weft.MoE):  # runs rounds alone, as engines do in captures
             called(*LAYER.next(seed=0).inputs_of(rank, torch.device("cpu")))
+    nap(group)
     group.join(address, timeout=LONG)
+    objects.work()
+    nap(group)
     objects.work()
     group.barrier()
 
@@ -475,6 +483,7 @@ def test_all_objects_work_with_a_replacement(group):
     with pytest.raises((errors.PeerDied, errors.RendezvousFailed)):
         objects.work()
     recover(group, 2)
+    nap(group)
     group.open_meeting()
     files = open_files()
     meeting = group.open_meeting()
@@ -484,6 +493,8 @@ def test_all_objects_work_with_a_replacement(group):
     group.replace(meeting, timeout=LONG)
     assert group.waits()["control"].peers[0].skew.count > control_calls
     assert (group.timeout, objects.bases()) == (before, addresses)
+    objects.work()
+    nap(group)
     objects.work()
     group.barrier()
     end_well(process)

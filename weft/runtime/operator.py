@@ -67,6 +67,7 @@ from weft.runtime.report import (
     ALL_REDUCE,
     COMBINE,
     GEOMETRY_MISMATCH,
+    GONE_UNMASKED,
     PEER_LEFT,
     PEER_TIMEOUT,
     build_group_error,
@@ -634,8 +635,8 @@ class Operator(ABC):
             OutOfOrder: a call runs, or the current stream is being captured.
             GroupError: the operator is broken.
         """
-        if self._closing or self._asleep:
-            yield
+        if self._closing or self._asleep or self._mailbox.broken_code == GONE_UNMASKED:
+            yield  # the last recovery or wake has ended all its calls
             return
         with contextlib.ExitStack() as stack:
             if not self.layer_lock.acquire(blocking=False):
