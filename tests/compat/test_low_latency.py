@@ -160,6 +160,23 @@ def test_a_handle_whose_slot_a_third_result_reuses_is_refused(group, buffer):
 
 @on_ranks(2)
 @buffered(**LL)
+def test_a_result_does_not_outlive_a_sleep(group, buffer):
+    rows, ids, weights, handle = dispatched(buffer, 0)
+    calls = (
+        partial(buffer.get_next_low_latency_combine_buffer, handle),
+        partial(buffer.low_latency_combine, rows, ids, weights, handle),
+    )
+    for method in (group.sleep, group.wake):
+        method()
+        for call in calls:
+            with pytest.raises(OutOfOrder, match="asleep|reused"):
+                call()
+    out = buffer.low_latency_combine(*dispatched(buffer, 0))[0]
+    assert torch.equal(out.cpu(), expected(group, 0, weights))
+
+
+@on_ranks(2)
+@buffered(**LL)
 def test_a_sent_result_keeps_its_slot_until_the_hook_has_run(group, buffer):
     first, _ = (dispatched(buffer, 0) for _ in range(2))
     for _ in range(2):  # a handle that is combined again is protected, too

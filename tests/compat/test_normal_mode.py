@@ -2,6 +2,7 @@
 """deep_ep's normal mode, compared with plain torch: rows, ids, weights, counts and sums."""
 
 import itertools
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -226,6 +227,24 @@ def test_memory_grows_on_all_ranks_together(group, buffer):
         assert [fetch.max_tokens for fetch in made(buffer, RowFetch)] == [most]
     x, handle, own = first
     same(buffer.combine(x, handle)[0], summed(own, group.size))
+
+
+@on_ranks(2)
+@buffered()
+def test_calls_raise_while_the_group_is_asleep(group, buffer):
+    """A handle is valid afterwards."""
+    batches, own, want = drawn(group)
+    x, handle = sent(buffer, own)
+    for _ in range(2):  # without an exchange for combines, and with one
+        group.sleep()
+        for call in (partial(sent, buffer, own), partial(buffer.combine, x, handle)):
+            with pytest.raises(OutOfOrder, match="asleep"):
+                call()
+        with pytest.raises(OutOfOrder, match="asleep"):
+            buffer.dispatch(own.x, handle=handle)
+        group.wake()
+        same(buffer.combine(x, handle)[0], summed(batches[group.rank], group.size))
+        same(sent(buffer, own)[0], want.x)
 
 
 @on_ranks(2)

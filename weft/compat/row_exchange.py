@@ -202,6 +202,7 @@ class RowFetch(RowExchange):
             packing: Sources of the packed rows.
             out: Rows and scales `[rows, *]` of the same dtypes.
         """
+        self.a2a.check_running()  # first: the outbox of a group asleep must not be written
         self._rows[: len(rows)].copy_(rows.view(torch.int64))
         if scales is not None:
             self._scales[: len(scales)].copy_(scales.view(torch.int32))

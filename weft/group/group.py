@@ -608,8 +608,8 @@ class Group:
         and buffers of all operators and MoE layers go back to the driver. Objects, compiled kernels
         and captured graphs stay valid for `wake`. Expert weights belong to the caller and stay.
 
-        Until `wake`, calls raise OutOfOrder. Do not replay graphs, and do not access tensors in
-        symmetric memory, such as received rows: both fault. Results that were not combined are
+        Until `wake`, calls raise OutOfOrder. Do not replay graphs, and do not access views of freed
+        memory, such as received or grouped rows: both fault. Results that were not combined are
         lost.
 
         Raises:
