@@ -4,6 +4,7 @@
 import statistics
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.operators import KINDS
 from tests.ranks import on_ranks
 from weft.group.waits import BOUNDS_NS, PeerWaits, PhaseTimes
 from weft.heap.header import PHASES, Record, header_structs
+from weft.runtime import waits
 from weft.runtime.read_waits import read_waits
 
 FIRST_PHASES = ("dispatch", "all-reduce")
@@ -156,6 +158,18 @@ def test_counters_survive_sleep_and_are_read_meanwhile(group: weft.Group) -> Non
         op.round()
         assert waits_of(op.operator)[1 - group.rank].skew.count == 4
         assert {times.rounds for times in op.operator.waits().phases} == {4}
+
+
+@pytest.mark.parametrize(("timeout", "is_polled"), [(2.0, False), (300.0, True)])
+def test_later_rounds_on_gpus_are_polled_if_their_timeout_is_long(
+    timeout: float, is_polled: bool
+) -> None:
+    header = header_structs(2).Header()
+    header.ring[2] = Record(1, 100, 160, 1, 0)
+    group = SimpleNamespace(device=torch.device("cuda"))
+    operator: Any = SimpleNamespace(group=group, timeouts=(timeout, 300.0))
+    operator.read_own_header = lambda: header
+    assert waits._poll(operator, waits._PollState()) == is_polled
 
 
 def test_records_that_are_written_during_a_copy_are_skipped() -> None:
