@@ -238,6 +238,33 @@ def test_an_operator_that_a_rank_closed_while_asleep_is_left_by_all(group: weft.
     group.barrier()
 
 
+@pytest.mark.parametrize("method", ["release", "create"])
+@on_ranks(2, "cpu")
+def test_objects_that_a_rank_closes_meanwhile_do_not_stop_the_others(
+    group: weft.Group, method: str
+) -> None:
+    kept, *others = (open_step(group, name) for name in ("pull", "push", "oneshot"))
+    play(kept, 1)
+    group.barrier()
+
+    def close() -> None:
+        for step in others:
+            step.op.operator.close()
+
+    if group.rank == 1:
+        setattr(HostShares, method, call(getattr(HostShares, method), method, close))
+    group.sleep()
+    group.wake()
+    play(kept, 2)
+    for _ in range(2):
+        with pytest.raises(WeftError):
+            others[0]()
+        group.sleep()
+        group.wake()
+    play(kept, 3)
+    group.barrier()
+
+
 @on_ranks(2, "cpu")
 def test_a_rank_in_a_call_or_with_a_broken_operator_refuses_for_all(group: weft.Group) -> None:
     step, other = open_step(group, "pull"), open_step(group, "push")

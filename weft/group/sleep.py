@@ -7,6 +7,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Protocol
 
 from weft.errors import OutOfOrder, WeftError
@@ -14,23 +15,30 @@ from weft.group.membership import Lifecycle, Roster
 from weft.group.messages import Messages
 
 
-class LocalBuffers(Protocol):
-    """Memory of this rank."""
+class Memory(Protocol):
+    """Memory that a sleep frees."""
 
     def release(self) -> None:
         """Free the memory and keep its addresses. Idempotent."""
+
+
+class LocalBuffers(Memory, Protocol):
+    """Memory of this rank."""
 
     def restore(self) -> None:
         """Allocate new memory, zeroed, at the same addresses."""
 
 
-class SymmetricMemory(LocalBuffers, Protocol):
-    """Memory that the ranks of a group share. `restore` is collective."""
+class SymmetricMemory(Memory, Protocol):
+    """Memory that the ranks of a group share."""
 
     generation: int
 
     @property
     def closed(self) -> bool: ...
+
+    def prepare_restore(self) -> Callable[[], None] | None:
+        """Return a collective function that allocates new memory, or None if it is closed."""
 
 
 class GroupSleep:
@@ -88,18 +96,14 @@ class GroupSleep:
         with self._exclusive("wake"):
             if not self.asleep:
                 raise OutOfOrder("wake, but this group is awake: call group.sleep() before")
-            open_heaps = {heap.generation: heap for heap in self._heaps if not heap.closed}
-            reports = self._messages.gather("wake", sorted(open_heaps))
+            heaps = {heap.generation: heap.prepare_restore() for heap in list(self._heaps)}
+            restores = {g: restore for g, restore in heaps.items() if restore is not None}
+            reports = self._messages.gather("wake", sorted(restores))
             living = self._messages.living
-            # Heap of each generation, or the first rank that has closed it.
-            common = [g for g in sorted(open_heaps) if all(g in reports[r] for r in living)]
-            closers = {
-                generation: next(rank for rank in living if generation not in reports[rank])
-                for generation in open_heaps.keys() - set(common)
-            }
             try:
-                for generation in common:
-                    open_heaps[generation].restore()
+                for generation in sorted(restores):
+                    if all(generation in reports[rank] for rank in living):
+                        restores[generation]()
                 self._messages.run_collective(self._restore_buffers, action="waking a group")
             except BaseException as error:
                 problem = self._release_memory()
@@ -107,9 +111,10 @@ class GroupSleep:
                     error.add_note(f"freeing the memory again failed: {problem}")
                 raise
             self.asleep = False
-            members = self._members()
-            problem = _first([self._restart(member, closers) for member in members])
+            members, mask = self._members(), self._roster.living_mask
+            problem = _first([_attempt(partial(member.restart, mask)) for member in members])
             self._roster.renotify_ended(members)  # `restart` has cleared recorded deaths
+            self._leave_closed(members)
             self._vote(problem, "waking a group")
 
     def fall_asleep(self) -> Exception | None:
@@ -122,18 +127,24 @@ class GroupSleep:
         return list(self._roster.members().values())
 
     def _release_memory(self) -> Exception | None:
-        heaps = [heap for heap in self._heaps if not heap.closed]
-        return _first([_attempt(memory.release) for memory in (*heaps, *self._buffers)])
+        return _first([_attempt(memory.release) for memory in (*self._heaps, *self._buffers)])
 
     def _restore_buffers(self) -> None:
         for buffers in list(self._buffers):
             buffers.restore()
 
-    def _restart(self, member: Lifecycle, closers: dict[int, int]) -> Exception | None:
-        closer = closers.get(member.heap_generation)
-        if closer is not None:
-            return _attempt(lambda: member.leave_closed(closer))
-        return _attempt(lambda: member.restart(self._roster.living_mask))
+    def _leave_closed(self, members: Iterable[Lifecycle]) -> None:
+        """Make operators raise that another rank has closed. Collective, after all restarts.
+
+        A rank that closes an operator before its restart cannot notify its peers.
+        """
+        open_heaps = [heap.generation for heap in list(self._heaps) if not heap.closed]
+        reports = self._messages.gather("wake", open_heaps)
+        for member in members:
+            closers = (r for r in self._messages.living if member.heap_generation not in reports[r])
+            closer = next(closers, self._messages.rank)
+            if closer != self._messages.rank:
+                member.leave_closed(closer)
 
     def _vote(self, problem: Exception | None, action: str) -> None:
         self._messages.vote_unrecorded(problem, action, common_error=WeftError)

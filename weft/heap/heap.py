@@ -7,7 +7,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -256,22 +257,29 @@ class Heap:
     def release(self) -> None:
         """Free the memory of all shares and keep their addresses. Idempotent.
 
-        Views must not be accessed until `restore`.
+        Views must not be accessed until the memory is restored. Does nothing if the heap is closed.
         """
-        shares = self._get_shares()
-        with self._access:
-            self._asleep = True
-            shares.release()
+        owner, shares = self._owner, self._shares  # another thread may close the heap
+        if shares is not None:
+            with self._access:
+                self._asleep = True
+                shares.release()
+        del owner
 
     @internal
-    def restore(self) -> None:
-        """Allocate new shares, zeroed, at the same addresses. Collective.
+    def prepare_restore(self) -> Callable[[], None] | None:
+        """Return a function that restores the memory, or None if the heap is closed.
 
-        Raises:
-            InvalidArgument: the memory of this host does not suffice.
-            CreationFailed: a rank failed. Every rank raises it, and has to call `release`.
+        The function is collective: it allocates new shares, zeroed, at the same addresses. It keeps
+        the memory alive, so that all ranks finish it even if another thread closes the heap. If the
+        memory of this host does not suffice, or a rank fails, every rank raises InvalidArgument or
+        CreationFailed and has to call `release`.
         """
-        group, shares = self.group, self._get_shares()
+        owner, shares = self._owner, self._shares
+        return None if shares is None else partial(self._restore, shares, owner)
+
+    def _restore(self, shares: Shares, _: _MemoryOwner | None) -> None:
+        group = self.group
         check_host_memory(group, self.size, label="waking a heap")
         group.run_collective(shares.create, action=f"allocating {self.size} bytes to wake a heap")
         _map_shares(group, shares, action="mapping the memory of every rank to wake a heap")

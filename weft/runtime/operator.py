@@ -589,6 +589,8 @@ class Operator(ABC):
             return
         with relaxed_capture(self.group.device):
             with self._access:
+                if self._freed:  # another thread has closed it
+                    return
                 self.living_mask, self._has_notified = living, False
                 self._mailbox.broken_code, self._has_raised = 0, False
                 self._failure, self._other_order = None, ""
@@ -635,8 +637,8 @@ class Operator(ABC):
             OutOfOrder: a call runs, or the current stream is being captured.
             GroupError: the operator is broken.
         """
-        if self._closing or self._asleep or self._mailbox.broken_code == GONE_UNMASKED:
-            yield  # the last recovery or wake has ended all its calls
+        if self._closing or self._asleep or self._is_abandoned:
+            yield
             return
         with contextlib.ExitStack() as stack:
             if not self.layer_lock.acquire(blocking=False):
@@ -651,6 +653,11 @@ class Operator(ABC):
             synchronize_device(self.group.device)
             self._raise_if_broken()
             yield
+
+    @property
+    def _is_abandoned(self) -> bool:
+        """Whether a recovery or wake has left it broken: a peer closed it, or it lacks a rank."""
+        return isinstance(self._failure, PeerLeft) or self._mailbox.broken_code == GONE_UNMASKED
 
     @internal
     def mark_asleep(self) -> None:
