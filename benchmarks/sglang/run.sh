@@ -4,7 +4,7 @@
 #
 #     run.sh decode|deepseek|glm|arithmetic|blocks|speed|elastic|load|profile|tune [OPTIONS...]     --help lists the options
 #
-# It needs a folder that pack/pack_sglang.sh made; ../engines/run.sh says where, and where the results go.
+# It needs what ../engines/pack/build.sh made; ../engines/run.sh says where, and where the results go.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -12,9 +12,8 @@ declare -A scripts=(
     [decode]=serving.py [deepseek]=serving.py [glm]=tensor_parallel.py
     [arithmetic]=arithmetic.py [blocks]=blocks.py [speed]=blocks.py [elastic]=elastic.py [load]=load.py [profile]=decode_trace.py [tune]=tune_triton.py
 )
-engine=sglang pack=sgl
+engine=sglang
 source "$here/../engines/run.sh"
-[[ $PACK_SITE != "$home/site" ]] || export TVM_FFI_CACHE_DIR=$home/jit FLASHINFER_WORKSPACE_BASE=$home
 entry_points sglang.srt.plugins 'weft_gate = server_gate:register' 'weft_dummy = dummy_weights:register' \
     'weft_cpu = cpu_ranks:register'
 

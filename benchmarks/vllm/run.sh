@@ -4,14 +4,14 @@
 #
 #     run.sh arithmetic|blocks|speed|decode|deepseek|load|profile [OPTIONS...]     --help lists the options
 #
-# It needs a folder that pack/pack_vllm.sh made; ../engines/run.sh says where, and where the results go.
+# It needs what ../engines/pack/build.sh made; ../engines/run.sh says where, and where the results go.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 declare -A scripts=(
     [arithmetic]=arithmetic.py [blocks]=blocks.py [speed]=blocks.py [decode]=decode.py [deepseek]=decode.py [load]=load.py [profile]=decode.py
 )
-engine=vllm pack=vllm
+engine=vllm
 source "$here/../engines/run.sh"
 entry_points vllm.general_plugins 'weft_random = random_weights:register'
 

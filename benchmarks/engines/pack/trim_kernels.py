@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep one architecture's GPU code in shared objects: trim_kernels.py ARCH LIB.so...
+"""Keep one architecture's GPU code in shared objects: trim_kernels.py [--zero] ARCH LIB.so...
 
 A fat binary is a header and entries, each PTX or a cubin of one architecture. Entries of other
 architectures are removed in place, and the rest is filled with zeros, so that no address changes
 and a compressed archive is small. A fat binary without a cubin of ARCH keeps its newest PTX for
 ARCH or older, which the driver compiles (Marlin's kernels). Without PTX it keeps its first entry,
 with zeros for its code; its header lets the driver report that there is no image for the device.
+
+With --zero, all entries stay, and only the code of other architectures is filled with zeros. NCCL's
+library needs that: some of its fat binaries are linked again at run time, by their offsets.
 """
 
 import re
@@ -68,15 +71,42 @@ def trim(data: memoryview, arch: int) -> tuple[int, int]:
     return containers, kept
 
 
-def main(arch: int, libraries: list[Path]) -> None:
+def zero(data: bytearray, arch: int) -> tuple[int, int]:
+    """Zero other code in every container of a file; return counts as `trim` does."""
+    containers, kept, offset = 0, 0, 0
+    while (offset := data.find(struct.pack("<I", MAGIC), offset)) >= 0:
+        _, _, header, size = HEADER.unpack_from(data, offset)
+        entry_at, end, has_code = offset + header, offset + header + size, False
+        if header != HEADER.size or not size or end > len(data):  # the number by chance
+            offset += 4
+            continue
+        while entry_at < end:
+            kind, _, head, length = ENTRY.unpack_from(data, entry_at)
+            if head <= ARCH_AT or entry_at + head + length > end:
+                raise SystemExit(f"no entry at {entry_at} of the container at {offset}")
+            if kind == CUBIN and struct.unpack_from("<I", data, entry_at + ARCH_AT)[0] == arch:
+                has_code = True
+            else:
+                data[entry_at + head : entry_at + head + length] = bytes(length)
+            entry_at += head + length
+        offset, containers, kept = end, containers + 1, kept + has_code
+    return containers, kept
+
+
+def main(arguments: list[str]) -> None:
     """Trim the files in place."""
-    for library in libraries:
-        offset, size = section(library)
+    zeroes = arguments[0] == "--zero"
+    number, *names = arguments[zeroes:]
+    for library in map(Path, names):
         data = bytearray(library.read_bytes())
-        counts = trim(memoryview(data)[offset : offset + size], arch)
+        offset, size = section(library)
+        if zeroes:
+            counts = zero(data, int(number))
+        else:
+            counts = trim(memoryview(data)[offset : offset + size], int(number))
         library.write_bytes(data)
-        print(f"{library.name}: {counts[1]} of {counts[0]} fat binaries have code of sm_{arch}")
+        print(f"{library.name}: {counts[1]} of {counts[0]} fat binaries have code of sm_{number}")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
+    main(sys.argv[1:])
