@@ -34,7 +34,7 @@ PIP_DISABLE_PIP_VERSION_CHECK=1 python3 -m pip download -q "${tags[@]}" -d "$wor
 
 # Regular expressions of paths that are left out.
 case $name in
-torch) leave=('torch/(include|test|bin)/' 'torch/lib/libtorch_cuda_linalg\.so' torchgen/ functorch/) level=3 ;;
+torch) leave=('torch/(include|test|bin)/' 'torch/lib/libtorch_cuda_linalg\.so') level=3 ;;
 triton)
     leave=(triton/FileCheck 'triton/_C/libproton\.so' 'triton/backends/amd/(include|lib)/' triton/backends/nvidia/bin/
         triton/backends/nvidia/lib/cupti 'triton/(instrumentation|plugins)/')
