@@ -76,8 +76,8 @@ def test_every_shape_compiles_into_registers_and_shared_memory(epilogue: str, bl
     assert shared <= SHARED_BYTES[0]
     assert WgmmaPlan(block_m).stages(32) == 10 or shared + stage > SHARED_BYTES[0] - 8 * 1024
     spills = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", log)]
-    # With SiTU and split tiles NVRTC 13.5 spills 114, four words of it in the loop, and 13.0 154.
-    assert sum(spills) <= (0 if block_m <= 128 else 160), log
+    # NVRTC 13.5 spills up to 16 outside of the loop, and 13.0 up to 20.
+    assert sum(spills) <= (0 if block_m < 128 else 32), log
     assert "serialized" not in log, log
     if block_m != 160 or epilogue == "situ":  # SiTU calls a function
         return
