@@ -81,22 +81,40 @@ template <GemmShape S> WEFT_FN u32 tiles_of(u32 count) {
 }
 
 // Sorts experts by the mean height of their tiles, highest first, so that clusters get equal loads.
-// More than 64 experts are not sorted.
-template <GemmShape S> WEFT_FN void sort_experts(GemmShared<S>& smem, u32 lane) {
+template <GemmShape S> WEFT_FN void sort_by_height(GemmShared<S>& smem, u32 lane) {
     u32* const height = smem.tile_ends;  // free until count_tiles writes it
     for (u32 e = lane; e < S.experts; e += warp_lanes)
         height[e] = smem.counts[e] / max(m_blocks_of<S>(smem.counts[e]), 1u);
     __syncwarp();
     for (u32 e = lane; e < S.experts; e += warp_lanes) {
-        u32 position = e;
-        if constexpr (S.experts <= 64) {
-            position = 0;
+        u32 position = 0;
 #pragma unroll 8
-            for (u32 other = 0; other < S.experts; ++other)
-                position += height[other] > height[e] || (height[other] == height[e] && other < e);
-        }
+        for (u32 other = 0; other < S.experts; ++other)
+            position += height[other] > height[e] || (height[other] == height[e] && other < e);
         smem.expert_order[position] = e;
     }
+}
+
+// Puts experts without rows last. With few tokens most experts have none, and TileScheduler would
+// pass all of them on its way to the first tile.
+template <GemmShape S> WEFT_FN void put_idle_last(GemmShared<S>& smem, u32 lane) {
+    u32 busy = 0;
+    for (u32 base = 0; base < S.experts; base += warp_lanes) {
+        const u32 e = base + lane;
+        const bool has_rows = e < S.experts && smem.counts[e] != 0;
+        const u32 mask = __ballot_sync(all_lanes, has_rows);
+        const u32 before = busy + __popc(mask & ((1u << lane) - 1));
+        if (e < S.experts) smem.expert_order[has_rows ? before : S.experts - 1 - (e - before)] = e;
+        busy += __popc(mask);
+    }
+}
+
+// Sets the order of experts. A sort of more than 64 would take longer than it gains.
+template <GemmShape S> WEFT_FN void order_experts(GemmShared<S>& smem, u32 lane) {
+    if constexpr (S.experts <= 64)
+        sort_by_height(smem, lane);
+    else
+        put_idle_last(smem, lane);
     __syncwarp();
 }
 
@@ -121,7 +139,7 @@ template <GemmShape S> WEFT_FN void count_tiles(GemmShared<S>& smem, u32 lane) {
 template <GemmShape S>
 WEFT_FN void schedule_tiles(const GemmArgs& a, GemmShared<S>& smem, u32 lane) {
     read_counts(a, smem, lane);
-    sort_experts(smem, lane);
+    order_experts(smem, lane);
     count_tiles(smem, lane);
 }
 
