@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from tests.moe.layers import Case
 from tests.moe.test_layer import settle
 from tests.ranks import on_ranks
 from tests.rounds import bits
-from weft.errors import InvalidArgument
+from weft.errors import GeometryMismatch, InvalidArgument
 from weft.gemm import Gated, GatedQuant, grouped_gemm
 from weft.moe import (
     CLAMPED_SWIGLU,
@@ -34,6 +34,7 @@ EXPERTS = 16  # of up to as many ranks
 GPT_OSS = MoEConfig(
     256, 40, Routing(EXPERTS, 5, score="softmax-chosen"), gating=CLAMPED_SWIGLU, biased=True
 )
+GPT_OSS_FP8 = replace(GPT_OSS, intermediate=128)
 DEEPSEEK = MoEConfig(
     256,
     128,
@@ -219,6 +220,22 @@ def test_options_that_depend_on_the_batch_are_refused(name: str):
     options = {"max_tokens": 8, "batch_invariant": True, **options}
     with pytest.raises(InvalidArgument, match=message):
         build_plans(GPT_OSS, LayerOptions(**options), torch.device("cpu"), hosts=hosts)
+
+
+@on_ranks(2, "threads")
+def test_experts_whose_format_depends_on_the_rank_are_refused(group: weft.Group):
+    """The first half of the experts are MXFP4, as if only the others could not be packed."""
+    case, config = Case(GPT_OSS_FP8, (), mxfp4=True), GPT_OSS_FP8
+
+    def convert(experts: tuple[int, ...]) -> ExpertWeights:
+        weights = case.weights(experts, group.device)
+        return weights.to_fp8() if EXPERTS // 2 in experts else weights.to_mxfp4()
+
+    options: dict[str, Any] = {"max_tokens": 4, "fp8": True}
+    weft.MoE(group, config, convert, **options).close()
+    message = "experts' format differs: rank 0 has 'MXFP4' and .*: convert those of every rank"
+    with pytest.raises(GeometryMismatch, match=message):
+        weft.MoE(group, config, convert, batch_invariant=True, **options)
 
 
 def scale_by_batch(x: torch.Tensor) -> torch.Tensor:

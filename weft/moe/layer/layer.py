@@ -21,6 +21,7 @@ from weft.errors import (
     TokenOverflow,
     WeftError,
 )
+from weft.gemm.config import MXFP4
 from weft.group import Group
 from weft.group.group import format_reason
 from weft.group.waits import Waits
@@ -55,6 +56,11 @@ from weft.runtime.identity import MAX_ROUNDS
 from weft.runtime.stream import is_capturing, synchronize_device
 
 SHARED_TOKENS = 300  # largest batch in which a shared expert is checked for batch invariance
+ONE_FORMAT = (
+    "batch_invariant needs one format on all ranks, otherwise an expert's bits depend on its rank: "
+    "convert those of every rank to FP8 (ExpertWeights.from_mxfp4 with packed=False), or leave "
+    "batch_invariant out"
+)
 
 
 class MoE:
@@ -93,7 +99,8 @@ class MoE:
         combine_dtype: As in AllToAll. Excludes overlap="gemm_push".
         batch_invariant: Make a token's result independent of the rest of the batch, bit for bit: of
             its size, order and padding, and of mode, overlap, replicas and the number of ranks.
-            One host only. A shared expert must be batch-invariant itself.
+            One host only. A shared expert must be batch-invariant itself, and all ranks must hold
+            experts of one format: MXFP4 or FP8.
         timeout: Seconds that a wait for a peer may take.
         first_timeout: Seconds that a wait in the first round may take.
         num_sms: SMs that the communication kernels may fill. Default: all.
@@ -103,7 +110,8 @@ class MoE:
     Raises:
         InvalidArgument: an argument is invalid on every rank.
         CreationFailed: a rank cannot do its part. Every rank raises it.
-        GeometryMismatch: ranks pass different sizes or rules.
+        GeometryMismatch: ranks pass different sizes or rules, or experts of different formats to a
+            layer with batch_invariant.
     """
 
     _weights: ExpertWeights
@@ -558,6 +566,13 @@ class MoE:
                 _build_placement_manifest(placement()), "the placement of experts"
             )
         )
+        if self.workspace.options.batch_invariant:
+            # Otherwise an expert's bits would depend on the rank that holds it.
+            dtype = self._weights.gate_up.dtype
+            name = "MXFP4" if dtype == MXFP4 else str(dtype)
+            group.record(
+                lambda messages: messages.check_equal(name, "the experts' format", fix=ONE_FORMAT)
+            )
         self._placement.create_table()
         self._shared, self.correction = shared, correction
         self._checked_shared = False
