@@ -185,8 +185,14 @@ class Blocks:
         return id(module) in self._layers
 
     def check_tensors(self, module: Any) -> None:
-        """Raise OutOfOrder if the engine replaced tensors of a module."""
+        """Raise OutOfOrder if the engine replaced tensors of a module, or has them to load into."""
         state = self._layers[id(module)]
+        if state.restored:
+            raise OutOfOrder(
+                f"the experts of {state.layer.name} are in the engine's row order or format since "
+                "a weight update began, and this call bypasses the hook that converts them: run a "
+                "forward pass of the engine's model runner first, or restart the server"
+            )
         replaced = state.list_replaced()
         if replaced:
             raise OutOfOrder(

@@ -241,17 +241,34 @@ class Layer:
         return tuple(range(first, first + self.num_local_experts))
 
 
-def refuse_loads(parameter: nn.Parameter, name: str) -> None:
-    """Make later loads of a converted parameter raise OutOfOrder. Public within weft."""
+@dataclass(frozen=True, slots=True)
+class _LoadRefusal:
+    """A weight_loader that raises OutOfOrder."""
 
-    def raise_on_load(*args: Any, **kwargs: Any) -> None:
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise OutOfOrder(
-            f"{name} is in weft's row order or format, but this load is in the engine's: update "
-            "weights by a method that prepares the layers (SGLang 0.5.23: update_weights_from_disk "
-            "or begin_weight_update; vLLM: reload_weights), or restart the server"
+            f"{self.name} is in weft's row order or format, but this load is in the engine's: "
+            "update weights by a method that prepares the layers (SGLang 0.5.23: "
+            "update_weights_from_disk or begin_weight_update; vLLM: reload_weights), or restart "
+            "the server"
         )
 
-    parameter.weight_loader = raise_on_load  # type: ignore[attr-defined]
+
+def refuse_loads(parameter: nn.Parameter, name: str) -> None:
+    """Make later loads of a converted parameter raise OutOfOrder. Public within weft."""
+    parameter.weight_loader = _LoadRefusal(name)  # type: ignore[attr-defined]
+
+
+def check_loadable(parameter: nn.Parameter) -> None:
+    """Raise OutOfOrder for a parameter of `refuse_loads`. Public within weft.
+
+    For loads that copy into the parameter without its weight_loader.
+    """
+    loader = getattr(parameter, "weight_loader", None)
+    if isinstance(loader, _LoadRefusal):
+        loader()
 
 
 def build_layer_error(name: str, form: str, *reasons: str) -> InvalidArgument:

@@ -599,6 +599,8 @@ class Model(nn.Module):
 class ModelRunner:
     """make: makes the model in load_model; config: fields of model_config."""
 
+    graph_batch: Any = None  # of a capture
+
     def __init__(self, server_args: Any, make: Callable[[], nn.Module], **config: Any) -> None:
         self.server_args, self.make = server_args, make
         self.model_config, self.eplb_manager = SimpleNamespace(**config), SimpleNamespace()
@@ -616,6 +618,12 @@ class ModelRunner:
         self.model = self.make()
 
     def forward(self, forward_batch: Any) -> torch.Tensor:
+        return self.run_model(forward_batch)
+
+    def init_decode_cuda_graph(self) -> None:
+        self.captured = self.run_model(self.graph_batch)
+
+    def run_model(self, forward_batch: Any) -> torch.Tensor:
         STATE.counts, STATE.real = forward_batch.counts, forward_batch.num_token_non_padded
         x, forward_batch.x = forward_batch.x, None  # a failed pass leaves a changed batch
         out: torch.Tensor = self.model(x, forward_batch)
@@ -643,6 +651,30 @@ class SchedulerWeightUpdaterManager:
 class DefaultModelLoader:
     @staticmethod
     def restore_weights_before_loading(model: nn.Module, target_device: Any) -> None: ...
+
+    @staticmethod
+    def postprocess_weights(model: nn.Module, target_device: Any) -> None: ...
+
+
+class WeightUpdater:
+    """Loads tensors in the engine's order, with weight_loader or without ("direct")."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.get_model = lambda: model
+
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: Any = None) -> None:
+        assert load_format == "direct"
+        _model_load_weights_direct(self.get_model(), named_tensors)
+
+    def load_weights_from_distributed(self, named_tensors: Any) -> None:
+        for name, tensor in named_tensors:
+            parameter = self.get_model().get_parameter(name)
+            getattr(parameter, "weight_loader", nn.Parameter.copy_)(parameter, tensor)
+
+
+def _model_load_weights_direct(model: nn.Module, named_tensors: Any) -> None:
+    for name, tensor in named_tensors:
+        model.get_parameter(name).copy_(tensor)
 
 
 def batch(x: torch.Tensor, counts: list[int] | None, real: int | None = None) -> SimpleNamespace:

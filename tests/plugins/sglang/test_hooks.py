@@ -295,6 +295,8 @@ def test_mxfp4_is_left_as_loaded_and_packed() -> None:
     assert own.gate_up_scale.data_ptr() == layer.w13_weight_scale.data_ptr()
     with pytest.raises(OutOfOrder, match=r"layer 7\.w2_weight is in weft's row order"):
         layer.w2_weight.weight_loader(layer.w2_weight, own.down)
+    with pytest.raises(OutOfOrder, match=r"layer 7\.w2_weight is in weft's row order"):
+        engine.load_directly(print, layer, [("w2_weight", own.down)])
 
 
 def test_mxfp4_of_sglangs_fp8_method_is_converted() -> None:

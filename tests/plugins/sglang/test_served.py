@@ -147,8 +147,50 @@ def update_reordered(group: weft.Group, form: str) -> float:
     return max(errors)
 
 
+def interrupt_updates(group: weft.Group, form: str) -> float:
+    """Run forward passes and a capture while SGLang updates layers whose rows weft reorders."""
+    server, x = Server(group, "gpt_oss", form=form), tokens(6, group.rank)
+    model, device, runner = server.runner.model, torch.device("cpu"), server.runner
+    loader, updater = sglang().DefaultModelLoader, sglang().WeightUpdater(model)
+
+    def fill(shift: int) -> None:
+        for block in model.blocks:
+            sglang().fill(block.experts, block.experts.layer_id + shift)
+
+    def copy_experts() -> list[tuple[str, torch.Tensor]]:
+        return [(n, p.detach().clone()) for n, p in model.named_parameters() if ".experts." in n]
+
+    loads = (
+        lambda tensors: updater.update_weights_from_tensor(tensors, load_format="direct"),
+        updater.load_weights_from_distributed,
+    )
+    errors = []
+    for shift, load in enumerate(loads, 7):
+        loader.restore_weights_before_loading(model, device)
+        fill(shift)
+        new = copy_experts()
+        fill(0)
+        errors.append(server.distance(x, [6, 6], "gpt_oss"))  # in the middle of the session
+        load(new[:3])
+        server.step(x, [6, 6])
+        load(new[3:])
+        errors.append(server.distance(x, [6, 6], "gpt_oss", shift=shift))
+        loader.postprocess_weights(model, device)
+        assert all(torch.equal(tensor, model.get_parameter(name)) for name, tensor in new)
+        runner.graph_batch = server.batch(x, [6, 6])
+        if form == "block":
+            batch = server.batch(x, [6, 6])
+            assert "this call bypasses the hook" in error_of(runner.run_model, batch)
+        runner.init_decode_cuda_graph()
+        errors.append(max_relative_difference(runner.captured, alone(x, "gpt_oss", shift=shift)))
+        loader.restore_weights_before_loading(model, device)
+        fill(0)
+    return max(errors)
+
+
 def test_weights_that_sglang_replaces_or_moves_are_served(ranks: Any) -> None:
-    calls = [(body, form) for body in (update, update_reordered) for form in FORMS]
+    bodies = update, update_reordered, interrupt_updates
+    calls = [(body, form) for body in bodies for form in FORMS]
     for results in launch_cases(ranks, 2, *calls):
         assert max(results) < CLOSE
 

@@ -42,6 +42,7 @@ from weft.plugins.sglang.models import (
     get_shared_mlp,
 )
 from weft.plugins.sglang.weights import build_layer, check_experts, split_mxfp4, unify_mxfp4
+from weft.plugins.weights import check_loadable
 
 _blocks: Blocks | None = None
 
@@ -127,12 +128,46 @@ def _use_weights_memory(runner: Any, server_args: Any) -> AbstractContextManager
 
 
 def restore_weights(original: Callable[..., None], model: Any, target_device: Any) -> None:
-    """Undo weft's order of rows before SGLang loads; wraps restore_weights_before_loading."""
+    """Undo weft's order of rows before SGLang's methods see it; wraps DefaultModelLoader's."""
+    _restore(model)
+    original(model, target_device)
+
+
+def _restore(model: Any) -> None:
     if _blocks is not None:
         with torch.inference_mode(False):
             for fused in _blocks.restore(model.modules()):
                 split_mxfp4(fused)
-    original(model, target_device)
+
+
+def load_tensors(
+    original: Callable[..., Any], updater: Any, named_tensors: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Undo weft's order of rows before SGLang loads tensors; wraps methods of WeightUpdater.
+
+    A forward pass since begin_weight_update has applied it again.
+    """
+    _restore(updater.get_model())
+    return original(updater, named_tensors, *args, **kwargs)
+
+
+def load_directly(original: Callable[..., None], model: Any, named_tensors: Any) -> None:
+    """Raise for weights that weft could not restore; wraps load_format="direct".
+
+    That format copies into parameters without their weight_loader.
+    """
+    parameters = dict(model.named_parameters())
+    for name, _ in named_tensors:
+        if name in parameters:
+            check_loadable(parameters[name])
+    original(model, named_tensors)
+
+
+def capture_graphs(original: Callable[..., None], runner: Any) -> None:
+    """Apply updated weights before a capture runs the model; wraps init_decode_cuda_graph."""
+    if _blocks is not None:
+        _blocks.reload_all(unify_mxfp4)
+    original(runner)
 
 
 def _check_caller(layer: Any, block: Any, settings: Settings) -> None:
@@ -311,6 +346,8 @@ def _get_group() -> Group | None:
     return None if _blocks is None else _blocks.group
 
 
+_LOADER = SRT + "model_loader.loader.DefaultModelLoader."
+_UPDATER = SRT + "model_executor.model_runner_components.weight_updater."
 HOOKS = (
     *flags.HOOKS,
     *models.HOOKS,
@@ -323,11 +360,28 @@ HOOKS = (
     ),
     Hook(RUNNER + "load_model", "self", function=after_load_model, kind="AFTER"),
     Hook(RUNNER + "forward", FORWARD, function=run_forward),
+    Hook(RUNNER + "init_decode_cuda_graph", "self", function=capture_graphs),
     Hook(
-        SRT + "model_loader.loader.DefaultModelLoader.restore_weights_before_loading",
+        _LOADER + "restore_weights_before_loading",
         {"0.5.23": "model, target_device"},
         function=restore_weights,
     ),
+    Hook(
+        _LOADER + "postprocess_weights",
+        {"0.5.23": "model, target_device"},
+        function=restore_weights,
+    ),
+    Hook(
+        _UPDATER + "WeightUpdater.update_weights_from_tensor",
+        {"0.5.23": "self, named_tensors, load_format="},
+        function=load_tensors,
+    ),
+    Hook(
+        _UPDATER + "WeightUpdater.load_weights_from_distributed",
+        {"0.5.23": "self, named_tensors"},
+        function=load_tensors,
+    ),
+    Hook(_UPDATER + "_model_load_weights_direct", "model, named_tensors", function=load_directly),
     *elastic.HOOKS,
 )
 # Functions and classes that the hooks use.
@@ -336,6 +390,7 @@ _FORWARD_CUDA = (
     "self, hidden_states, router_logits, *, num_token_non_padded=, expert_location_dispatch_info="
 )
 EXPECTED_API = (
+    ExpectedAPI(_UPDATER + "WeightUpdater", attributes="get_model"),
     ExpectedAPI(SRT + "constants.GPU_MEMORY_TYPE_WEIGHTS"),
     ExpectedAPI(
         SRT + "utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.region",
