@@ -271,6 +271,16 @@ def check_loadable(parameter: nn.Parameter) -> None:
         loader()
 
 
+def check_exportable(parameter: nn.Parameter) -> None:
+    """Raise OutOfOrder for a parameter of `refuse_loads`, which others must not read."""
+    loader = getattr(parameter, "weight_loader", None)
+    if isinstance(loader, _LoadRefusal):
+        raise OutOfOrder(
+            f"{loader.name} is in weft's row order or format, which cannot be undone: save or send "
+            "the weights from a server without weft"
+        )
+
+
 def build_layer_error(name: str, form: str, *reasons: str) -> InvalidArgument:
     """Build an error that lists everything in a layer that weft does not support."""
     return InvalidArgument(

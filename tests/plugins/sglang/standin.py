@@ -672,6 +672,25 @@ class WeightUpdater:
             getattr(parameter, "weight_loader", nn.Parameter.copy_)(parameter, tensor)
 
 
+class WeightExporter:
+    """Saves and sends tensors as they lie in the parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.get_model = lambda: model
+        self.saved: dict[str, torch.Tensor] = {}
+
+    def save_sharded_model(self, path: str, pattern: Any = None, max_size: Any = None) -> None:
+        self.saved = {n: p.detach().clone() for n, p in self.get_model().named_parameters()}
+
+    def save_remote_model(self, url: str) -> None:
+        self.save_sharded_model(url)
+
+    def send_weights_to_remote_instance(
+        self, master_address: str, ports: str, group_name: str
+    ) -> None:
+        self.save_sharded_model(group_name)
+
+
 def _model_load_weights_direct(model: nn.Module, named_tensors: Any) -> None:
     for name, tensor in named_tensors:
         model.get_parameter(name).copy_(tensor)

@@ -147,6 +147,13 @@ def update_reordered(group: weft.Group, form: str) -> float:
     return max(errors)
 
 
+EXPORTS = {
+    "save_sharded_model": ("folder",),
+    "save_remote_model": ("url",),
+    "send_weights_to_remote_instance": ("host", "1", "group"),
+}
+
+
 def interrupt_updates(group: weft.Group, form: str) -> float:
     """Run forward passes and a capture while SGLang updates layers whose rows weft reorders."""
     server, x = Server(group, "gpt_oss", form=form), tokens(6, group.rank)
@@ -183,6 +190,12 @@ def interrupt_updates(group: weft.Group, form: str) -> float:
             assert "this call bypasses the hook" in error_of(runner.run_model, batch)
         runner.init_decode_cuda_graph()
         errors.append(max_relative_difference(runner.captured, alone(x, "gpt_oss", shift=shift)))
+        for export, arguments in EXPORTS.items():
+            exporter = sglang().WeightExporter(model)
+            server.step(x, [6, 6])
+            getattr(exporter, export)(*arguments)
+            assert all(torch.equal(tensor, exporter.saved[name]) for name, tensor in new), export
+            errors.append(server.distance(x, [6, 6], "gpt_oss", shift=shift))
         loader.restore_weights_before_loading(model, device)
         fill(0)
     return max(errors)

@@ -42,7 +42,7 @@ from weft.plugins.sglang.models import (
     get_shared_mlp,
 )
 from weft.plugins.sglang.weights import build_layer, check_experts, split_mxfp4, unify_mxfp4
-from weft.plugins.weights import check_loadable
+from weft.plugins.weights import check_exportable, check_loadable
 
 _blocks: Blocks | None = None
 
@@ -161,6 +161,19 @@ def load_directly(original: Callable[..., None], model: Any, named_tensors: Any)
         if name in parameters:
             check_loadable(parameters[name])
     original(model, named_tensors)
+
+
+def export_weights(original: Callable[..., Any], exporter: Any, *args: Any, **kwargs: Any) -> Any:
+    """Undo weft's order of rows before SGLang saves or sends weights; wraps WeightExporter's.
+
+    Raises:
+        OutOfOrder: weights cannot go back to SGLang's order.
+    """
+    model = exporter.get_model()
+    _restore(model)
+    for parameter in model.parameters():
+        check_exportable(parameter)
+    return original(exporter, *args, **kwargs)
 
 
 def capture_graphs(original: Callable[..., None], runner: Any) -> None:
@@ -347,7 +360,14 @@ def _get_group() -> Group | None:
 
 
 _LOADER = SRT + "model_loader.loader.DefaultModelLoader."
-_UPDATER = SRT + "model_executor.model_runner_components.weight_updater."
+_COMPONENTS = SRT + "model_executor.model_runner_components."
+_UPDATER = _COMPONENTS + "weight_updater."
+_EXPORTER = _COMPONENTS + "weight_exporter.WeightExporter."
+_EXPORTS = {
+    "send_weights_to_remote_instance": "self, master_address, ports, group_name",
+    "save_remote_model": "self, url",
+    "save_sharded_model": "self, path, pattern=, max_size=",
+}
 HOOKS = (
     *flags.HOOKS,
     *models.HOOKS,
@@ -382,6 +402,10 @@ HOOKS = (
         function=load_tensors,
     ),
     Hook(_UPDATER + "_model_load_weights_direct", "model, named_tensors", function=load_directly),
+    *(
+        Hook(_EXPORTER + name, parameters, function=export_weights)
+        for name, parameters in _EXPORTS.items()
+    ),
     *elastic.HOOKS,
 )
 # Functions and classes that the hooks use.
@@ -391,6 +415,7 @@ _FORWARD_CUDA = (
 )
 EXPECTED_API = (
     ExpectedAPI(_UPDATER + "WeightUpdater", attributes="get_model"),
+    ExpectedAPI(_EXPORTER.removesuffix("."), attributes="get_model"),
     ExpectedAPI(SRT + "constants.GPU_MEMORY_TYPE_WEIGHTS"),
     ExpectedAPI(
         SRT + "utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.region",

@@ -36,6 +36,9 @@ UNSUPPORTED = {
     "kt_weight_path": f"--kt-weight-path {_ON_GPU}",
     "enforce_shared_experts_fusion": "--enforce-shared-experts-fusion (weft overlaps the shared "
     "expert: WEFT_SGLANG_OVERLAP)",
+    "remote_instance_weight_loader_start_seed_via_transfer_engine": "--remote-instance-weight-"
+    "loader-start-seed-via-transfer-engine (others would read rows in weft's order: use the NCCL "
+    "backend)",
     "enable_nvidia_megakernel": "--enable-nvidia-megakernel (its kernels replace whole layers)",
 }
 
