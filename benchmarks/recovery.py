@@ -4,16 +4,18 @@
     python benchmarks/recovery.py --device cpu --out recovery.json
 
 Four ranks run rounds of an all-to-all; on GPUs they replay one captured graph. Rank 2 is killed.
-The survivors recover and run the next round with the same graph, then a new process takes the dead
-rank's number. Each result is compared with the reference. Times are in ms, of the slowest survivor:
+The survivors recover and continue with the same graph, while a new process builds its all-to-all
+and captures its graph alone. Then it takes the dead rank's number. Each result is compared with the
+reference. Times are in ms, of the slowest survivor:
 
     named               from the kill until `check` raises
     ended               from the kill until the kernel has ended the process and its GPU context
     recovered           the following `group.recover`
     right               from the kill until a round of the living ranks is complete
     replaced            from the start of a new process, with imports, until a round of all ranks
-    replaced_by_spare   from the moment when a process that has already imported weft and created
-                        its CUDA context learns the address, until a round of all ranks
+    replaced_by_spare   from the moment when a process that has already captured its graph learns
+                        the address, until a round of all ranks
+    paused              from the last round of the survivors alone until a round of all ranks
 """
 
 from __future__ import annotations
@@ -144,6 +146,12 @@ def survivor(group: weft.Group, folder: str, device: str, spare: bool) -> dict[s
             new.stdin.close()
         elif starts:
             new = start_process(device, meeting.address)
+        waiting = False
+        while not waiting:
+            rounds()
+            last_alone = time.monotonic()
+            found = VICTIM in meeting.find_waiting_ranks() if group.rank == meeting.hub else None
+            waiting = group.all_gather(found)[meeting.hub]
         group.replace(meeting, timeout=LONG)
         rounds()
         joined = time.monotonic()
@@ -154,6 +162,7 @@ def survivor(group: weft.Group, folder: str, device: str, spare: bool) -> dict[s
     times = {"named": named - killed_at, "ended": ended - killed_at}
     times |= {"recovered": recovery.seconds, "right": right - killed_at}
     times["replaced_by_spare" if spare else "replaced"] = joined - meeting_start
+    times["paused"] = joined - last_alone
     return {name: 1e3 * t for name, t in times.items()}
 
 
@@ -164,18 +173,19 @@ def newcomer(address: str, device: str) -> None:
         torch.cuda.set_device(place)
     else:
         torch.set_num_threads(1)
-    if address == SPARE:
-        torch.zeros(1, device=place)
-        sys.stdout.buffer.write(READY)
-        sys.stdout.flush()
-        address = sys.stdin.read()
-    with weft.Group.join(address, rank=VICTIM, size=RANKS, device=place, timeout=LONG) as group:
-        rounds = Rounds(group)
-        with rounds.a2a:
-            group.enter(timeout=LONG)
-            rounds()
-            rounds.compare(group.living)
-            group.barrier()
+    group = weft.Group.for_replacement(rank=VICTIM, size=RANKS, device=place, timeout=LONG)
+    rounds = Rounds(group)
+    with group, rounds.a2a:
+        rounds()
+        rounds.capture()
+        if address == SPARE:
+            sys.stdout.buffer.write(READY)
+            sys.stdout.flush()
+            address = sys.stdin.read()
+        group.join(address, timeout=LONG)
+        rounds()
+        rounds.compare(group.living)
+        group.barrier()
 
 
 def main() -> None:
