@@ -184,6 +184,24 @@ def test_a_replacement_that_dies_is_replaced(group, when):
     take_in(group, operator)
 
 
+@on_four(dies=[3])
+def test_another_process_joins_at_the_meeting_of_one_that_ended(group):
+    """The first one waits for the survivors, and ends before they call `replace`."""
+    operator, meeting, process = lose_and_begin(group, lives_on)
+    if group.rank == meeting.hub:
+        for is_alive in (True, False):
+            while (3 in meeting.find_waiting_ranks()) != is_alive:
+                time.sleep(0.01)
+            if is_alive:
+                end_well(process, -9)
+        process = fork(lives_on, meeting.address, 3)
+    group.barrier()
+    group.replace(meeting, timeout=LONG)
+    assert ("recover", 0b1111) in operator.asked
+    group.barrier()
+    end_well(process)
+
+
 def meets_some(address, rank, how):
     """End this process when its part of the first message has reached rank 0 only."""
     plane: Any = ControlPlane

@@ -88,6 +88,7 @@ def standin() -> Iterator[Any]:
 
 
 HEALED = 3  # passes after the join
+ENDS = "ends"  # in place of changed weights
 
 
 class Rank:
@@ -116,6 +117,8 @@ class Rank:
 
 def replace_rank(address: str, rank: int, changed: str) -> None:
     """Load and run passes alone, then join and make passes with the others."""
+    if changed == ENDS:
+        os._exit(1)
     healing.set_join_address(address)
     place = SimpleNamespace(rank=rank, size=4)
     place.process_group = lambda: healing._create_process_group(rank, 4)
@@ -135,7 +138,7 @@ def replace_rank(address: str, rank: int, changed: str) -> None:
 
 
 def heal(group: weft.Group, victim: int, changed: str) -> tuple[list[Any], list[bool]]:
-    """Replace a rank that dies; with changed weights the first replacement is refused."""
+    """Replace a rank that dies; the first replacement may end, or be refused for its weights."""
     rank, hub, failed = Rank(group), 1 if victim == 0 else 0, list[bool]()
     process: Any = None
     rank.make_pass(group.rank)
@@ -150,6 +153,9 @@ def heal(group: weft.Group, victim: int, changed: str) -> tuple[list[Any], list[
                 failed.append(process.exitcode != 0)
             address = rank.reports[-1].rid
             process = fork(replace_rank, address, victim, "" if failed else changed)
+        elif process is not None and process.exitcode and changed == ENDS and not failed:
+            failed.append(True)
+            process = fork(replace_rank, address, victim, "")
         assert process is None or not process.exitcode or (changed and not failed)
     for _ in range(HEALED - 1):
         rank.make_pass(group.rank)
@@ -161,11 +167,14 @@ def heal(group: weft.Group, victim: int, changed: str) -> tuple[list[Any], list[
     return reports, failed
 
 
-@pytest.mark.parametrize(("victim", "changed"), [(3, ""), (0, ""), (2, "w2_weight")])
+@pytest.mark.parametrize(("victim", "changed"), [(3, ""), (0, ""), (2, "w2_weight"), (1, ENDS)])
 def test_a_new_process_replaces_a_dead_rank(victim: int, changed: str) -> None:
-    """It loads and calls its layers alone. One with other weights is refused."""
+    """It loads and calls its layers alone. One with other weights is refused.
+
+    If it ends while it loads, another one joins at the same meeting.
+    """
     one_is_dead, hub = [rank != victim for rank in range(4)], 1 if victim == 0 else 0
-    reports = [one_is_dead] * (2 if changed else 1) + [[True] * 4]
+    reports = [one_is_dead] * (2 if changed == "w2_weight" else 1) + [[True] * 4]
     failed = [True, False] if changed else [False]
     results = run(heal, victim, changed, ranks=4)
     for rank, result in enumerate(results):
@@ -210,33 +219,70 @@ class Process:
     """A process of the controller."""
 
     def __init__(self) -> None:
-        self.pid, self.events = 4711, list[str]()
+        self.pid, self.events, self.exitcode = 4711, list[str](), None
         self.kill, self.join = (partial(self.events.append, e) for e in ("kill", "join"))
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+
+class Controller:
+    """The controller's part of healing, with processes of its own."""
+
+    def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.replacements, self.now = healing.Replacements(), 0.0
+        self.processes: list[Any] = [Process() for _ in range(ranks)]
+        self.started = list[tuple[int, str]]()
+        monkeypatch.setitem(
+            sys.modules,
+            "sglang.srt.managers.data_parallel_controller",
+            SimpleNamespace(mp=SimpleNamespace(Pipe=lambda duplex: (Pipe(), Pipe()))),
+        )
+        monkeypatch.setattr(self.replacements, "_watch", lambda *args: None)
+        monkeypatch.setattr(healing, "time", SimpleNamespace(monotonic=lambda: self.now))
+        for rank in range(ranks):
+            launch: Any = SimpleNamespace(start=partial(self.start, rank))
+            self.replacements.launches[rank] = launch
+
+    def start(self, rank: int, address: str, writer: Any) -> Process:
+        self.started.append((rank, address))
+        return Process()
+
+    def update(self, active: list[bool], address: str | None) -> None:
+        self.replacements.update(self.processes, active, address)
+
+    def end(self, rank: int, address: str) -> None:
+        """End the process of a rank, as its watching thread sees it."""
+        process = self.processes[rank]
+        process.exitcode = 1
+        self.replacements.restart(rank, address, self.processes, process)
+
+
+class Pipe:
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
+    return Controller(3, monkeypatch)
 
 
 def test_the_controller_starts_one_process_for_each_dead_rank_and_meeting(
-    monkeypatch: pytest.MonkeyPatch,
+    controller: Controller,
 ) -> None:
-    replacements, started = healing.Replacements(), list[Any]()
-
-    def start(rank: int, address: str, processes: list[Any]) -> None:
-        processes[rank] = Process()
-        started.append((rank, address))
-
-    monkeypatch.setattr(replacements, "_start", start)
-    processes: list[Any] = [Process() for _ in range(3)]
-    before = list(processes)
-    replacements.update(processes, [True, True, False], None)  # healing is disabled
-    replacements.update(processes, [True] * 3, "0-a")
-    assert (processes, started) == (before, [])
+    before, started = list(controller.processes), controller.started
+    controller.update([True, True, False], None)  # healing is disabled
+    controller.update([True] * 3, "0-a")
+    assert (controller.processes, started) == (before, [])
     for _ in range(3):  # each survivor reports, and SGLang reports after each batch
-        replacements.update(processes, [True, True, False], "0-a")
-        replacements.update(processes, [True, True, False], None)
+        controller.update([True, True, False], "0-a")
+        controller.update([True, True, False], None)
     assert started == [(2, "0-a")]
     assert before[2].events == ["kill", "join"]
-    waiting = processes[2]
-    replacements.update(processes, [False, True, False], "1-b")  # rank 2 has not joined yet
-    replacements.update(processes, [True, True, False], "0-a")  # a late report
+    waiting = controller.processes[2]
+    controller.update([False, True, False], "1-b")  # rank 2 has not joined yet
+    controller.update([True, True, False], "0-a")  # a late report
     assert started[1:] == [(0, "1-b"), (2, "1-b")]
     assert waiting.events == ["kill", "join"]
     assert before[1].events == []
@@ -244,63 +290,63 @@ def test_the_controller_starts_one_process_for_each_dead_rank_and_meeting(
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_the_controller_gives_a_rank_up(
-    joins: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    joins: bool, controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its replacements fail to join, or die soon after they have."""
-    replacements, started, now = healing.Replacements(), list[str](), [0.0]
-
-    def start(rank: int, address: str, processes: list[Any]) -> None:
-        started.append(address)
-
-    monkeypatch.setattr(replacements, "_start", start)
-    monkeypatch.setattr(f"{healing.__name__}.time", SimpleNamespace(monotonic=lambda: now[0]))
-    processes: list[Any] = [Process() for _ in range(2)]
-    replacements.update(processes, [True, False], "0-first")
-    for attempt in range(healing.MAX_ATTEMPTS + 2):
-        now[0] += healing.STABLE_SECONDS / 2
-        replacements.update(processes, [True, joins], None)
-        now[0] += healing.STABLE_SECONDS / 4
-        replacements.update(processes, [True, False], f"0-{attempt}")
-    assert len(started) == healing.MAX_ATTEMPTS
-    assert "3 replacements of rank 1 have failed: the server continues without" in caplog.text
-    now[0] += healing.STABLE_SECONDS
-    replacements.update(processes, [True, False], "0-later")
-    assert "0-later" not in started  # it has not served since
+    controller.update([True, True, False], "0-first")
+    for attempt in range(healing.MAX_FAILURES + 2):
+        controller.now += healing.STABLE_SECONDS / 2
+        controller.update([True, True, joins], None)
+        controller.now += healing.STABLE_SECONDS / 4
+        controller.processes[2].exitcode = 1
+        controller.update([True, True, False], f"0-{attempt}")
+    assert len(controller.started) == healing.MAX_FAILURES
+    assert "3 replacements of rank 2 have failed: the server continues without" in caplog.text
+    controller.now += healing.STABLE_SECONDS
+    controller.update([True, True, False], "0-later")
+    assert (2, "0-later") not in controller.started  # it has not served since
 
 
-def test_a_rank_that_has_served_long_is_replaced_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    replacements, started, now = healing.Replacements(), list[str](), [0.0]
-    monkeypatch.setattr(replacements, "_start", lambda rank, address, _: started.append(address))
-    monkeypatch.setattr(f"{healing.__name__}.time", SimpleNamespace(monotonic=lambda: now[0]))
-    processes: list[Any] = [Process() for _ in range(2)]
-    for attempt in range(2 * healing.MAX_ATTEMPTS):
-        replacements.update(processes, [True, False], f"0-{attempt}")
-        replacements.update(processes, [True, True], None)
-        now[0] += healing.STABLE_SECONDS
-    assert len(started) == 2 * healing.MAX_ATTEMPTS
+def test_a_rank_that_has_served_long_is_replaced_again(controller: Controller) -> None:
+    for attempt in range(2 * healing.MAX_FAILURES):
+        controller.update([True, True, False], f"0-{attempt}")
+        controller.update([True] * 3, None)
+        controller.now += healing.STABLE_SECONDS
+    assert len(controller.started) == 2 * healing.MAX_FAILURES
 
 
-@pytest.mark.parametrize("has_started", [False, True])
-def test_a_replacement_that_ends_early_is_logged(
-    has_started: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_replacement_that_fails_to_load_is_started_again(
+    controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The others would wait for one that has not started."""
-    replacements = healing.Replacements()
+    """At the same meeting, where others may wait for it."""
+    controller.update([True, False, False], "0-a")
+    waiting = controller.processes[2]
+    for failures in range(1, healing.MAX_FAILURES + 1):
+        assert controller.started == [(1, "0-a"), (2, "0-a"), *[(1, "0-a")] * (failures - 1)]
+        assert waiting.events == []
+        controller.end(1, "0-a")
+        assert "process 4711 ended before it could replace rank 1: its log says" in caplog.text
+    assert "3 replacements of rank 1 have failed: the server continues without rank 1, 2" in (
+        caplog.text
+    )
+    assert waiting.events == ["kill"]
+    controller.end(2, "0-a")
+    controller.update([True, False, False], "0-b")
+    assert len(controller.started) == healing.MAX_FAILURES + 1
 
-    def start(rank: int, address: str, processes: list[Any]) -> None:
-        processes[rank] = Process()
 
-    monkeypatch.setattr(replacements, "_start", start)
-    processes: list[Any] = [Process() for _ in range(3)]
-    before = processes[1]
-    replacements.update(processes, [True, False, False], "0-a")
-    replacements.report_end(1, before, has_started=True)  # killed by update
-    assert not caplog.text
-    replacements.report_end(1, processes[1], has_started=has_started)
-    assert processes[2].events == ([] if has_started else ["kill"])
-    ranks = "1" if has_started else "1, 2"
-    assert "process 4711 ended before it could replace rank 1: its log says why" in caplog.text
-    assert f"The server continues without rank {ranks}" in caplog.text
+def test_a_failure_to_join_counts_once(controller: Controller) -> None:
+    """The end of the process and the survivors' next meeting arrive in either order."""
+    controller.update([True, False, True], "0-0")
+    for attempt in range(1, healing.MAX_FAILURES):
+        failed = controller.processes[1]
+        failed.exitcode = 1
+        if attempt % 2:
+            controller.end(1, f"0-{attempt - 1}")
+        controller.update([True, False, True], f"0-{attempt}")
+        controller.replacements.restart(1, f"0-{attempt - 1}", controller.processes, failed)
+    assert controller.started[-1] == (1, f"0-{healing.MAX_FAILURES - 1}")
+    assert controller.processes[1].is_alive()
 
 
 def test_collectives_of_a_replacement_raise_once_it_serves(

@@ -29,7 +29,7 @@ from weft.errors import OutOfOrder
 from weft.plugins.engine_api import ExpectedAPI
 from weft.plugins.sglang.hooks import NAME, RUNNER, SRT, Hook
 
-MAX_ATTEMPTS = 3  # replacements of a rank that may fail in a row
+MAX_FAILURES = 3  # replacements of a rank that may fail in a row
 STABLE_SECONDS = 600.0  # a replacement that serves for less has failed
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _WRITER = 6  # position of pipe_writer in the arguments of run_scheduler_process
@@ -79,7 +79,7 @@ class Replacements:
         self.launches: dict[int, _Launch] = {}  # by rank
         self._lock = threading.Lock()
         self._addresses: set[str] = set()  # of all meetings so far: reports may be late
-        self._attempts: Counter[int] = Counter()
+        self._failures: Counter[int] = Counter()  # in a row, by rank
         self._joining: dict[int, Any] = {}  # processes that have not joined yet, by rank
         self._join_times: dict[int, float] = {}  # of the ranks that have been replaced
 
@@ -102,62 +102,88 @@ class Replacements:
             if not dead or not address or address in self._addresses:
                 return
             self._addresses.add(address)
-            self._joining.clear()
             for rank in dead:
+                if rank in self._joining:
+                    self._failures[rank] += not processes[rank].is_alive()
+                elif rank in self._join_times:
+                    is_stable = now - self._join_times.pop(rank) >= STABLE_SECONDS
+                    self._failures[rank] = 0 if is_stable else self._failures[rank] + 1
                 processes[rank].kill()
                 processes[rank].join()
-                if now - self._join_times.pop(rank, now) >= STABLE_SECONDS:
-                    del self._attempts[rank]
-                self._attempts[rank] += 1
-            failed = [rank for rank in dead if self._attempts[rank] > MAX_ATTEMPTS]
+            self._joining.clear()
+            failed = [rank for rank in dead if self._failures[rank] >= MAX_FAILURES]
             if failed:
-                _log.error(
-                    "%d replacements of rank %s have failed: the server continues without rank %s",
-                    *(MAX_ATTEMPTS, _format(failed), _format(dead)),
-                )
+                _log_given_up(failed, dead)
                 return
             for rank in dead:
-                self._start(rank, address, processes)
-                self._joining[rank] = processes[rank]
+                process, reader = self._launch(rank, address, processes)
+                threading.Thread(
+                    target=self._watch,
+                    args=(rank, address, processes, process, reader),
+                    name=f"weft-replacement-{rank}",
+                    daemon=True,
+                ).start()
 
-    def _start(self, rank: int, address: str, processes: list[Any]) -> None:
+    def _launch(self, rank: int, address: str, processes: list[Any]) -> tuple[Any, Connection]:
+        """Start a process and return it, with the pipe that tells when it has loaded."""
         from sglang.srt.managers.data_parallel_controller import mp
 
         reader, writer = mp.Pipe(duplex=False)
         process: Any = self.launches[rank].start(address, writer)
-        processes[rank] = process
+        processes[rank] = self._joining[rank] = process
         writer.close()
         _log.warning("rank %d has died: process %d will replace it", rank, process.pid)
+        return process, reader
 
-        def watch() -> None:
-            has_started = True
-            try:
+    def _watch(
+        self, rank: int, address: str, processes: list[Any], process: Any, reader: Connection
+    ) -> None:
+        """Log what a replacement does, and start another one if it ends before it has joined.
+
+        A scheduler ends with the thread that has started it, so this thread outlives its processes.
+        """
+        while True:
+            with reader, contextlib.suppress(EOFError):
                 reader.recv()
                 _log.info("process %d has started and joins as rank %d", process.pid, rank)
-            except EOFError:
-                has_started = False
             wait([process.sentinel])
-            self.report_end(rank, process, has_started=has_started)
+            successor = self.restart(rank, address, processes, process)
+            if successor is None:
+                return
+            process, reader = successor
 
-        threading.Thread(target=watch, name=f"weft-replacement-{rank}", daemon=True).start()
+    def restart(
+        self, rank: int, address: str, processes: list[Any], process: Any
+    ) -> tuple[Any, Connection] | None:
+        """Start another process in place of one that has ended before it has joined.
 
-    def report_end(self, rank: int, process: Any, *, has_started: bool) -> None:
-        """Log that a process has ended, if it should have joined. Any thread.
-
-        If it had not started, end the others too: they would wait for it.
+        Returns None if the process had joined, has been replaced already, or was the last that may
+        fail. Then end the others too: they would wait for it.
         """
         with self._lock:
-            if rank not in self._joining or self._joining[rank] is not process:
-                return
+            if self._joining.get(rank) is not process:
+                return None
+            self._failures[rank] += 1
+            _log.error(
+                "process %d ended before it could replace rank %d: its log says why",
+                *(process.pid, rank),
+            )
+            if self._failures[rank] < MAX_FAILURES:
+                return self._launch(rank, address, processes)
+            waiting = sorted(self._joining)
             del self._joining[rank]
-            others = [] if has_started else list(self._joining)
-            for other in others:
-                self._joining.pop(other).kill()
-        _log.error(
-            "process %d ended before it could replace rank %d: its log says why. The server "
-            "continues without rank %s",
-            *(process.pid, rank, _format(sorted([rank, *others]))),
-        )
+            for other in self._joining.values():
+                other.kill()
+            self._joining.clear()
+        _log_given_up([rank], waiting)
+        return None
+
+
+def _log_given_up(failed: list[int], dead: list[int]) -> None:
+    _log.error(
+        "%d replacements of rank %s have failed: the server continues without rank %s",
+        *(MAX_FAILURES, _format(failed), _format(dead)),
+    )
 
 
 def _format(ranks: list[int]) -> str:
