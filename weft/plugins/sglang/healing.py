@@ -161,7 +161,7 @@ class Replacements:
         fail. Then end the others too: they would wait for it.
         """
         with self._lock:
-            if self._joining.get(rank) is not process:
+            if rank not in self._joining or self._joining[rank] is not process:
                 return None
             self._failures[rank] += 1
             _log.error(
