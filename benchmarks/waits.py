@@ -3,9 +3,12 @@
 
     git archive BASE weft | tar -x -C build/base
     python benchmarks/waits.py build/base --ranks 4 --json waits.json
+    python benchmarks/waits.py build/base --ranks 2 --threads --json waits.json
 
-Prints the median time of a round of each operator and size, and the ratio of the two versions.
-Ranks that share a GPU take turns on it, so only ranks with a GPU each show a cost below 1 %.
+Prints the median and the shortest time of a round of each operator and size, and the ratios of the
+two versions. Processes that share a GPU take turns on it, and show no cost below 1 %. With
+--threads the ranks are threads of one process on one GPU: their kernels run at the same time, each
+on its own part of the SMs. Peers are then as near as the GPU's own memory.
 """
 
 import argparse
@@ -14,16 +17,24 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = (1, 8, 128)
-REPLAYS, ROUNDS, TURNS = 40, 10, 3  # of a turn; of a graph; of each version
+REPLAYS, ROUNDS, TURNS = 40, 50, 3  # of a turn; of a graph; of each version
+LIMITS = {"timeout": 10.0, "first_timeout": 30.0}
+_capture_lock = threading.Lock()  # torch captures on one stream
 
 
-def measure(group: Any) -> dict[str, list[float]]:
-    """Return the times of rounds in microseconds, by operator and tokens."""
+def measure(group: Any, num_sms: int | None = None) -> dict[str, list[float]]:
+    """Return the times of rounds in microseconds, by operator and tokens.
+
+    num_sms: SMs that this rank may use; None for all.
+    """
     import torch
 
     import weft
@@ -31,6 +42,8 @@ def measure(group: Any) -> dict[str, list[float]]:
 
     device, times = group.device, {}
     sizes = {"max_tokens": max(TOKENS), "top_k": 8, "num_experts": 256, "hidden": 7168}
+    sizes |= {"num_sms": num_sms, **LIMITS}
+    stream = torch.cuda.current_stream()
 
     def time_rounds(name: str, body: Any) -> None:
         def rounds() -> None:
@@ -38,9 +51,10 @@ def measure(group: Any) -> dict[str, list[float]]:
                 body()
 
         body()
-        torch.cuda.synchronize()
+        stream.synchronize()
         group.barrier()
-        graph = harness.capture(rounds)
+        with _capture_lock:
+            graph = harness.capture(rounds)
         samples = []
         for _ in range(REPLAYS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -48,7 +62,7 @@ def measure(group: Any) -> dict[str, list[float]]:
             start.record()
             graph.replay()
             end.record()
-            torch.cuda.synchronize()
+            stream.synchronize()
             samples.append(start.elapsed_time(end) * 1000 / ROUNDS)
         times[name] = samples[REPLAYS // 4 :]
 
@@ -72,7 +86,7 @@ def measure(group: Any) -> dict[str, list[float]]:
                 low.combine(y, ids, weights, low.dispatch(x, ids, weights).handle)
 
             time_rounds(f"low latency, {tokens}", exchange_low_latency)
-        with weft.AllReduce(group, max_tokens=max(TOKENS), hidden=7168) as reduce:
+        with weft.AllReduce(group, max_tokens=max(TOKENS), hidden=7168, **LIMITS) as reduce:
             time_rounds(f"all-reduce, {tokens}", lambda: reduce.fused(x, out=True))
 
     generator = torch.Generator().manual_seed(group.rank)
@@ -81,10 +95,38 @@ def measure(group: Any) -> dict[str, list[float]]:
     return times
 
 
-def run_version(tree: Path, ranks: int) -> dict[str, list[float]]:
+def measure_in_threads(ranks: int) -> dict[str, list[float]]:
+    """Return the times of rank 0, with all ranks as threads of this process on one GPU."""
+    import torch
+
+    from weft.group import Group
+    from weft.group.meeting import Meeting
+
+    meeting, device = Meeting.open(), torch.device("cuda", 0)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count // ranks
+
+    def run(rank: int) -> dict[str, list[float]]:
+        torch.cuda.set_device(device)
+        try:
+            group = Group.from_meeting(
+                meeting, rank=rank, size=ranks, device=device, timeout=60.0, threads=True
+            )
+            with group, torch.cuda.stream(torch.cuda.Stream()):
+                return measure(group, num_sms)
+        except BaseException:  # the other threads would wait for this one
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))[0]
+
+
+def run_version(tree: Path, ranks: int, *, threads: bool) -> dict[str, list[float]]:
     """Measure one version in its own process."""
     environment = os.environ | {"PYTHONPATH": str(tree)}
     command = [sys.executable, __file__, str(tree), "--ranks", str(ranks), "--measure"]
+    command += ["--threads"] if threads else []
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/")
     if done.returncode != 0:
         raise SystemExit(f"{tree} failed:\n{done.stdout}\n{done.stderr}")
@@ -97,9 +139,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("base", type=Path, help="folder with the package weft of the base version")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--threads", action="store_true", help="ranks as threads on one GPU")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.measure and options.threads:
+        print(json.dumps(measure_in_threads(options.ranks)))
+        return
     if options.measure:
         import weft
 
@@ -110,14 +156,19 @@ def main() -> None:
     times: dict[str, dict[str, list[float]]] = {name: {} for name in trees}
     for _ in range(TURNS):
         for name, tree in trees.items():
-            for case, samples in run_version(tree, options.ranks).items():
+            measured = run_version(tree, options.ranks, threads=options.threads)
+            for case, samples in measured.items():
                 times[name].setdefault(case, []).extend(samples)
-    print(f"{'case':30} {'base us':>9} {'new us':>9} {'ratio':>7}")
+    print(f"{'case':24} {'base us':>9} {'new us':>9} {'ratio':>7}   shortest: base, new, ratio")
     for case in times["base"]:
-        base, new = (statistics.median(times[name][case]) for name in trees)
-        print(f"{case:30} {base:9.2f} {new:9.2f} {new / base:7.3f}")
+        cells = []
+        for of in (statistics.median, min):
+            base, new = (of(times[name][case]) for name in trees)
+            cells.append(f"{base:9.2f} {new:9.2f} {new / base:7.3f}")
+        print(f"{case:24} {'   '.join(cells)}")
     if options.json is not None:
-        options.json.write_text(json.dumps({"ranks": options.ranks, "us": times}))
+        record = {"ranks": options.ranks, "threads": options.threads, "us": times}
+        options.json.write_text(json.dumps(record))
 
 
 if __name__ == "__main__":
