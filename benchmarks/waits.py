@@ -86,6 +86,8 @@ def measure(group: Any, num_sms: int | None = None) -> dict[str, list[float]]:
                 low.combine(y, ids, weights, low.dispatch(x, ids, weights).handle)
 
             time_rounds(f"low latency, {tokens}", exchange_low_latency)
+        if num_sms is not None and 2 * tokens > num_sms:
+            return  # an all-reduce fills the GPU with CTAs that wait, two for each of these rows
         with weft.AllReduce(group, max_tokens=max(TOKENS), hidden=7168, **LIMITS) as reduce:
             time_rounds(f"all-reduce, {tokens}", lambda: reduce.fused(x, out=True))
 
@@ -103,7 +105,8 @@ def measure_in_threads(ranks: int) -> dict[str, list[float]]:
     from weft.group.meeting import Meeting
 
     meeting, device = Meeting.open(), torch.device("cuda", 0)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count // ranks
+    # Half of a rank's part is for its next kernel, which starts early.
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count // (2 * ranks)
 
     def run(rank: int) -> dict[str, list[float]]:
         torch.cuda.set_device(device)
