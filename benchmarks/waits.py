@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = (1, 8, 128)
-REPLAYS, ROUNDS, TURNS = 40, 50, 3  # of a turn; of a graph; of each version
+REPLAYS, ROUNDS = 40, 50  # of a turn; of a graph
 LIMITS = {"timeout": 10.0, "first_timeout": 30.0}
 _capture_lock = threading.Lock()  # torch captures on one stream
 
@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("base", type=Path, help="folder with the package weft of the base version")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", action="store_true", help="ranks as threads on one GPU")
+    parser.add_argument("--turns", type=int, default=3, help="of each version")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -157,7 +158,7 @@ def main() -> None:
         return
     trees = {"base": options.base.resolve(), "new": ROOT}
     times: dict[str, dict[str, list[float]]] = {name: {} for name in trees}
-    for _ in range(TURNS):
+    for _ in range(options.turns):
         for name, tree in trees.items():
             measured = run_version(tree, options.ranks, threads=options.threads)
             for case, samples in measured.items():
