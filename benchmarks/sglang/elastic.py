@@ -5,13 +5,14 @@ It uses the trained model of `weft demo` and its questions, greedily, one per re
 on one rank gives the expected texts. Then ranks with a replica of every expert answer all questions
 in several rounds. In every second round, a rank is killed after a third of the answers. The next
 round begins when a new process has replaced it, and must use that rank again. Requests that fail
-with 503 are repeated.
+with 503 are repeated. With --fail, new processes are killed while they load.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import os
+import re
 import signal
 import sys
 import threading
@@ -31,6 +32,8 @@ from weft.cli.demo import CHECKPOINT, Question, read_questions
 TRIES = 5  # attempts per question
 LONGEST = 120.0  # timeout of an answer in seconds
 HEALING = 900.0  # timeout of a replacement in seconds
+LOADING = 5.0  # seconds until a replacement that is to fail is killed
+STARTED = re.compile(r"process (\d+) will replace it")
 
 
 @dataclass
@@ -121,6 +124,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--kill", type=int, nargs="+", default=[3], help="ranks, one a round")
+    parser.add_argument("--fail", type=int, default=0, help="replacements of a rank to kill")
     args = parser.parse_args()
     questions = read_questions(CHECKPOINT / "questions.jsonl")[: args.questions]
     expected: list[str] = []
@@ -147,9 +151,14 @@ def main() -> int:
         ask(variant, name, address, None)
         for count, kill in enumerate(args.kill, 1):
             killed = ask(variant, name, address, kill).killed
-            text, log = "has been replaced; serving paused", job.log(name)
+            text, log, failed = "has been replaced; serving paused", job.log(name), 0
             end = time.monotonic() + job.left(HEALING)
-            while log.read_text(errors="replace").count(text) < count * (args.ranks - 1):
+            while (lines := log.read_text(errors="replace")).count(text) < count * (args.ranks - 1):
+                started = STARTED.findall(lines)[(count - 1) * (args.fail + 1) :]
+                if failed < min(args.fail, len(started)):
+                    time.sleep(LOADING)
+                    os.kill(int(started[failed]), signal.SIGKILL)
+                    failed += 1
                 if time.monotonic() > end:
                     job.fail(f"{name}: rank {kill} was not replaced; end of {log}:\n{tail(log)}")
                     return
@@ -159,8 +168,8 @@ def main() -> int:
             served = ask(variant, name, address, None).ranks.get(kill, 0)
             if not served:
                 job.fail(f"{name}: rank {kill} has answered nothing after its replacement")
-        lines = job.log(name).read_text(errors="replace").splitlines()
-        found = [x for x in lines if "ranks continue after" in x or "has been replaced" in x]
+        log_lines = job.log(name).read_text(errors="replace").splitlines()
+        found = [x for x in log_lines if "ranks continue after" in x or "has been replaced" in x]
         print("\n".join(found), flush=True)
         for kill in args.kill:
             job.check_log(name, f"rank {kill} has died; ")
