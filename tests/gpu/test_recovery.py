@@ -41,13 +41,13 @@ def runs(*rehearsed: str) -> list[Any]:
     return [*(("cpu", name) for name in rehearsed), *gpu]
 
 
-def opened(group: weft.Group, name: str, **more: Any) -> Step:
+def opened(group: weft.Group, name: str, calls: int = 20, **more: Any) -> Step:
     kind, sizes = STEPPED[name], {"max_tokens": TOKENS, **SIZES, **more}
     if kind.name != "allreduce":
         sizes |= {"top_k": 4, "num_experts": 16}
     elif name == "oneshot":
         sizes |= {"missing": "drop"}
-    return Step(kind.open(group, **sizes).__enter__(), TOKENS, calls=20)
+    return Step(kind.open(group, **sizes).__enter__(), TOKENS, calls=calls)
 
 
 class Model:
@@ -81,7 +81,7 @@ class Model:
         ]
         leased = [lease.operator for lease in self.leases]
         self.layers = [first, leased[0], first.sibling(weights, **own), leased[1]]
-        self.steps = [opened(group, "pull"), opened(group, "oneshot")]
+        self.steps = [opened(group, name, calls=2) for name in ("pull", "oneshot")]
         self.op, self.device = Opened(first.exchange), device
         source = torch.Generator().manual_seed(group.rank)
         self.x = torch.randn((TOKENS, known.config.hidden), generator=source)

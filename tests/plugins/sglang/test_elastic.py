@@ -4,9 +4,11 @@
 benchmarks/sglang/elastic.py kills ranks of a real server.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from http import HTTPStatus
@@ -333,6 +335,20 @@ def test_a_replacement_that_fails_to_load_is_started_again(
     controller.end(2, "0-a")
     controller.update([True, False, False], "0-b")
     assert len(controller.started) == healing.MAX_FAILURES + 1
+
+
+def test_a_replacement_that_does_not_load_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+    replacements, context = healing.Replacements(), multiprocessing.get_context("spawn")
+    replacements.load_limit = 0.01
+    replacements._failures[0] = healing.MAX_FAILURES - 1
+    process, (reader, _writer) = context.Process(target=time.sleep, args=(600,)), context.Pipe()
+    process.start()
+    replacements._joining[0] = process
+    replacements._watch(0, "0-a", [process], process, reader)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert f"process {process.pid} has not loaded within 0 s and is killed" in caplog.text
+    assert "the server continues without rank 0" in caplog.text
 
 
 def test_a_failure_to_join_counts_once(controller: Controller) -> None:

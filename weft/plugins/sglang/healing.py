@@ -31,6 +31,8 @@ from weft.plugins.sglang.hooks import NAME, RUNNER, SRT, Hook
 
 MAX_FAILURES = 3  # replacements of a rank that may fail in a row
 STABLE_SECONDS = 600.0  # a replacement that serves for less has failed
+# A replacement fails if it loads this many times as long as the server did, and at least so long.
+LOAD_FACTOR, MIN_LOAD_LIMIT = 3.0, 600.0
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _WRITER = 6  # position of pipe_writer in the arguments of run_scheduler_process
 _BACKEND = "weft_lone"  # torch backend of LoneProcessGroup
@@ -77,6 +79,7 @@ class Replacements:
 
     def __init__(self) -> None:
         self.launches: dict[int, _Launch] = {}  # by rank
+        self.load_limit = MIN_LOAD_LIMIT  # seconds until a process must have loaded
         self._lock = threading.Lock()
         self._addresses: set[str] = set()  # of all meetings so far: reports may be late
         self._failures: Counter[int] = Counter()  # in a row, by rank
@@ -144,8 +147,15 @@ class Replacements:
         """
         while True:
             with reader, contextlib.suppress(EOFError):
-                reader.recv()
-                _log.info("process %d has started and joins as rank %d", process.pid, rank)
+                if reader.poll(self.load_limit):
+                    reader.recv()
+                    _log.info("process %d has started and joins as rank %d", process.pid, rank)
+                else:
+                    _log.error(
+                        "process %d has not loaded within %.0f s and is killed",
+                        *(process.pid, self.load_limit),
+                    )
+                    process.kill()
             wait([process.sentinel])
             successor = self.restart(rank, address, processes, process)
             if successor is None:
@@ -209,10 +219,12 @@ def record_launches(original: Callable[..., None], controller: Any, *args: Any) 
         return mp.Process(target=target, args=args)
 
     namespace["mp"] = SimpleNamespace(Pipe=mp.Pipe, Process=create_process)
+    began = time.monotonic()
     try:
-        original(controller, *args)
+        original(controller, *args)  # returns when all schedulers have loaded
     finally:
         namespace["mp"] = mp
+    _replacements.load_limit = max(MIN_LOAD_LIMIT, LOAD_FACTOR * (time.monotonic() - began))
 
 
 def replace_dead_ranks(result: Any, controller: Any, ranks: Any) -> None:
