@@ -32,9 +32,6 @@ FLAGS = [
     *("--grammar-backend", "none", "--disable-radix-cache"),
     *("--mm-feature-transport", "cpu"),  # otherwise a launcher uses memory of the first GPU
 ]
-# Additional flags and variables of ranks that share a GPU: memory that it has for all of them.
-SHARED_FLAGS = ("--max-total-tokens", "16384", "--max-running-requests", "64")
-SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 CHUNK = 2048  # prefill tokens per rank
 NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
 BOUND = "SGLANG_CPU_OMP_THREADS_BIND"  # one core per rank of a host
@@ -69,15 +66,9 @@ def job_of(args: argparse.Namespace, *more: str, dummy: bool = True) -> Job:
     flags += ["--load-format", "dummy"] if dummy else []
     flags += ["--json-model-override-args", json.dumps(override)] if override else []
     flags += [*more, *(CPU_FLAGS if args.cpu else [])]
-    flags += SHARED_FLAGS if shares_gpus(args.gpus, args.cpu) else ()
     flags += [f"--{flag}" if not flag[0].isdigit() else flag for flag in args.more]
     end = time.monotonic() + args.seconds
     return of_command(Job(args.what, model, args.gpus, flags, end, args.cpu))
-
-
-def shares_gpus(ranks: int, cpu: bool) -> bool:
-    """Whether this machine has fewer GPUs than ranks."""
-    return not cpu and ranks > len(gpu_names())
 
 
 def with_every_token(model: Path) -> Path:
@@ -165,9 +156,6 @@ def environment(job: Job, variant: Variant) -> dict[str, str]:
     if job.cpu:
         env |= on_cpus(job.gpus)
         plugins.append("weft_cpu")
-    if shares_gpus(job.gpus, job.cpu):
-        env |= SHARED
-        plugins.append("weft_shared")
     return {**env, "SGLANG_PLUGINS": ",".join(plugins), **variant.environment}
 
 
