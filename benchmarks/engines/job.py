@@ -81,6 +81,11 @@ class Job:
     failed: list[str] = dataclasses.field(default_factory=list)
     waiting: dict[str, Started] = dataclasses.field(default_factory=dict)
 
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether all ranks run on one GPU, because the machine has fewer GPUs than ranks."""
+        return not self.cpu and self.gpus > max(1, len(gpu_names()))
+
     def left(self, most: float) -> float:
         """Return the seconds available for a step that needs at most `most`."""
         return max(1.0, min(most, self.end - REPORT - time.monotonic()))
@@ -117,6 +122,7 @@ class Job:
             "what": variant.what,
             "model": self.model.name,
             "gpus": self.gpus,
+            "shares_gpu": self.shares_gpu,
             "hosts": self.hosts,
             **case,
             "result": result,
@@ -147,6 +153,8 @@ class Job:
         return 1 if self.failed else 0
 
 
+# Environment in which NCCL runs several ranks on one GPU.
+SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 Begin: TypeAlias = Callable[[Job, Variant, str], None]  # starts a variant, with its name in a job
 
 

@@ -15,7 +15,7 @@ declare -A scripts=(
 engine=sglang
 source "$here/../engines/run.sh"
 entry_points sglang.srt.plugins 'weft_gate = server_gate:register' 'weft_dummy = dummy_weights:register' \
-    'weft_cpu = cpu_ranks:register'
+    'weft_cpu = cpu_ranks:register' 'weft_one_gpu = one_gpu:register'
 
 # Tables that `run.sh tune` measured on this kind of GPU, for the kernel that serves stock SGLang.
 tables=("$here"/tables/*.json)

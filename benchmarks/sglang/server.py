@@ -15,6 +15,7 @@ from pathlib import Path
 
 import job as command_of
 from job import (
+    SHARED_GPU,
     Job,
     Variant,
     begin_command,
@@ -156,6 +157,9 @@ def environment(job: Job, variant: Variant) -> dict[str, str]:
     if job.cpu:
         env |= on_cpus(job.gpus)
         plugins.append("weft_cpu")
+    if job.shares_gpu:
+        env |= SHARED_GPU
+        plugins.append("weft_one_gpu")
     return {**env, "SGLANG_PLUGINS": ",".join(plugins), **variant.environment}
 
 

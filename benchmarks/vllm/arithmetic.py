@@ -33,7 +33,7 @@ def main() -> int:
 
     def ask(job: Job, cases: list[Variant]) -> None:
         request = {"engine": engine(job.gpus), "ranks": job.gpus, "timeout": args.seconds}
-        request |= {"prompts": questions.prompts}
+        request |= {"prompts": questions.prompts, "shares_gpu": job.shares_gpu}
         suffix = f"-{job.gpus}"
         for variant, name, lines in in_engines(
             job, cases, "answers", lambda _: request, suffix=suffix

@@ -148,7 +148,11 @@ def rank_answers(rank: int, request: Request, port: int, prompts: list[str], que
     """Put one data-parallel rank's greedy texts on the queue."""
     size = request["ranks"]
     if size > 1:
-        place = {"RANK": rank, "RANK_LOCAL": rank, "SIZE": size}
+        from job import SHARED_GPU
+
+        shared = SHARED_GPU if request["shares_gpu"] else {}
+        os.environ |= shared
+        place = {"RANK": rank, "RANK_LOCAL": 0 if shared else rank, "SIZE": size}
         place |= {"MASTER_IP": "127.0.0.1", "MASTER_PORT": port}
         os.environ |= {f"VLLM_DP_{name}": str(value) for name, value in place.items()}
     from vllm import LLM, SamplingParams
