@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from job import OUT, describe_machine, gpu_names
 from torch import nn
+from trace_kernels import kernels, summed
 
 from weft.fp8 import quantize
 from weft.gemm import quantize_mxfp4
@@ -400,6 +401,7 @@ class Task:
         variants: Ways to run each block; "weft" is one of them.
         tokens: Batch sizes.
         calls: Calls of the block in a CUDA graph, or 0 to measure no time.
+        profile: Whether to record each graph's kernels, too.
         end: When to start nothing more, in seconds of `time.monotonic`.
     """
 
@@ -408,6 +410,7 @@ class Task:
     variants: tuple[str, ...]
     tokens: tuple[int, ...]
     calls: int
+    profile: bool
     end: float
 
 
@@ -562,6 +565,34 @@ def _compare_times(
             fastest=min(values),
             slowest=max(values),
         )
+    if task.profile:
+        for variant, replay in replays.items():
+            _record_kernels(task.what, name, variant, count, calls, replay)
+
+
+def _record_kernels(
+    what: str, name: str, variant: str, count: int, calls: int, replay: Callable[[], None]
+) -> None:
+    """Record the us of a call by kernel, and keep the trace of the graph."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        replay()
+        torch.cuda.synchronize()
+    trace = OUT / f"trace-{variant}-{count}.json.gz"
+    profiler.export_chrome_trace(str(trace))
+    result = summed(kernels(trace), calls)
+    lines = (f"    {us:8.2f} {kernel[:120]}" for kernel, us in result["kernels"].items())
+    record(
+        what,
+        "cuda",
+        f"{name}, {variant}, {count} tokens, us of a call by kernel: {result['us']:.1f} in all, "
+        f"{result['span']:.1f} from the first to the last\n" + "\n".join(lines),
+        block=name,
+        variant=variant,
+        tokens=count,
+        calls=calls,
+        result=result,
+    )
 
 
 def _capture(
@@ -614,6 +645,7 @@ def main(
     parser.add_argument(
         "--calls", type=int, help="in a CUDA graph; 0: no times (default: speed 20)"
     )
+    parser.add_argument("--profile", action="store_true", help="kernels of the graphs, too")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing later")
     args = parser.parse_args()
     speed = args.what == "speed"
@@ -634,6 +666,7 @@ def main(
             tuple(args.variants),
             tuple(args.tokens),
             args.calls,
+            args.profile,
             end,
         )
         limit = min(args.seconds + 120, 3600.0)
