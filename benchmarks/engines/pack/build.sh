@@ -11,7 +11,7 @@
 # Wheels and trees go to WORK (default: a folder in TMPDIR), up to 4 GB; finished downloads are not repeated.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-name=${1:-} part=44M level=9
+name=${1:-} part=44M level=9e
 [[ $# == 2 && -f $here/packages-$name.txt ]] || {
     sed -n 's/^# *\(build.sh \)/\1/p' "$0" >&2
     exit 2
@@ -34,7 +34,7 @@ PIP_DISABLE_PIP_VERSION_CHECK=1 python3 -m pip download -q "${tags[@]}" -d "$wor
 
 # Regular expressions of paths that are left out.
 case $name in
-torch) leave=('torch/(include|test|bin)/' 'torch/lib/libtorch_cuda_linalg\.so') level=3 ;;
+torch) leave=('torch/(test|bin)/' 'torch/lib/libtorch_cuda_linalg\.so') level=6 ;;
 triton)
     leave=(triton/FileCheck 'triton/_C/libproton\.so' 'triton/backends/amd/(include|lib)/' triton/backends/nvidia/bin/
         triton/backends/nvidia/lib/cupti 'triton/(instrumentation|plugins)/')
@@ -100,5 +100,5 @@ esac
 rm -f "$out/$name".part*
 (cd "$site" && find . -type f -o -type l -o -type d -empty) | LC_ALL=C sort >"$work/files"
 tar -C "$site" -c --no-recursion --owner=0 --group=0 --numeric-owner --mtime=@0 -T "$work/files" |
-    xz -$level -T2 | split -b "$part" -d - "$out/$name.part"
+    xz --x86 --lzma2=preset=$level -T2 | split -b "$part" -d - "$out/$name.part"
 du -m "$out/$name".part*
