@@ -34,6 +34,7 @@ LONGEST = 120.0  # timeout of an answer in seconds
 HEALING = 900.0  # timeout of a replacement in seconds
 LOADING = 5.0  # seconds until a replacement that is to fail is killed
 STARTED = re.compile(r"process (\d+) will replace it")
+PAUSED = re.compile(r"has been replaced; serving paused for (\d+) ms")
 
 
 @dataclass
@@ -164,7 +165,11 @@ def main() -> int:
                     return
                 time.sleep(0.1)
             if killed is not None:
-                print(f"rank {kill} was back {time.monotonic() - killed:.1f} s after", flush=True)
+                paused = [int(ms) for ms in PAUSED.findall(log.read_text(errors="replace"))]
+                healed: dict[str, Any] = {"replaced": kill, "killed_while_loading": failed}
+                healed["back_after_s"] = round(time.monotonic() - killed, 1)
+                healed["paused_ms"] = max(paused[-(args.ranks - 1) :])
+                job.record(variant, healed, clients=args.clients)
             served = ask(variant, name, address, None).ranks.get(kill, 0)
             if not served:
                 job.fail(f"{name}: rank {kill} has answered nothing after its replacement")
