@@ -239,7 +239,7 @@ GEMM = {
     "both CTAs load the first rows":
         _gemm("loader.cuh", "load_rows", r"rank \* normal_m \+ r", "r", block_m=256),
     "weights are loaded for one CTA alone":
-        _gemm("loader.cuh", "load_weight_box", r"multicast\(3,", "multicast(2,", "deadlock",
+        _gemm("loader.cuh", "load_box", r"multicast\(3,", "multicast(2,", "deadlock",
               block_m=256),
     "a warpgroup without rows releases nothing":
         _gemm("mainloop_fp8.cuh", "mainloop_split",
@@ -309,7 +309,7 @@ GEMM = {
             WRONG, MXFP4,
         ),
     "a stage is released before its rows are multiplied":
-        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4",
+        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4_rolled",
               r"(if \(ahead &&)(.*)(release_stage\(smem, stage, rank\);)", r"\3 \1\2", **MXFP4),
     "two CTAs an SM: sums and registers do not wait for wgmma":
         _gemm("mainloop_mxfp4.cuh", "multiply_packed", r"promote<0>(\(sum \+ first_rows / 2\);)",
@@ -318,10 +318,20 @@ GEMM = {
         _gemm("mainloop_mxfp4.cuh", "multiply_packed", r"stage, first_rows", "stage, 0",
               **MXFP4 | {"block_m": 96}),
     "packed weights are not awaited":
-        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4", r"smem\.full[^;]*;", "", "overrun", **MXFP4),
-    "the next k block's weights are multiplied twice":
-        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4", r"packed = next", "if (k == 0) packed = next",
+        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4_rolled", r"smem\.full[^;]*;", "", "overrun",
               **MXFP4),
+    "packed weights are not awaited in the unrolled loop":
+        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4_unrolled", r"smem\.full[^;]*;", "", "overrun",
+              **MXFP4 | {"block_m": 32}),
+    "of up to sixteen rows, eight are multiplied":
+        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4", r"valid_m <= N / 2", "valid_m <= N",
+              **MXFP4 | {"block_m": 32}),
+    "rows that no CTA shares are loaded by half":
+        _gemm("loader.cuh", "load_rows", r"tile\.m / \(S\.shares_rows\(\) \? 2 : 1\)", "tile.m / 2",
+              "deadlock|hang|stuck|waits", **MXFP4 | {"block_m": 32}),
+    "the next k block's weights are multiplied twice":
+        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4_rolled", r"packed = next",
+              "if (k == 0) packed = next", **MXFP4),
     "both rows have the exponents of one":
         _gemm("expand.cuh", "PackedWeights::expand", r"exponents\.y", "exponents.x", **MXFP4),
     "signs are those of the other half":

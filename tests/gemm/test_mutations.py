@@ -20,7 +20,7 @@ FP8 = Case(counts=(40, 130, 120, 5, 30), n=256, k=384)
 CASES = {
     "fp8": FP8,
     "bf16": replace(FP8, dtype=torch.bfloat16, n=272, bias=True),
-    "mxfp4": replace(FP8, dtype=MXFP4, bias=True),
+    "mxfp4": replace(FP8, dtype=MXFP4, bias=True, counts=(40, 130, 120, 5, 12)),
     # Split tiles, some cut, one of which leaves a warpgroup without rows, and wide ones between.
     "split": replace(FP8, counts=(276, 190, 280), n=768),
     "wide": replace(FP8, n=768),

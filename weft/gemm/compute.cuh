@@ -40,7 +40,7 @@ WEFT_FN void compute_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Opera
         mainloop_swap_ab<S, N>(smem, pipeline, operands, rank, sum);
     } else if constexpr (S.is_mxfp4()) {
         const Mxfp4Columns<S> columns(a, tile, rank);
-        mainloop_mxfp4<S, N>(smem, pipeline, operands, rank, sum);
+        mainloop_mxfp4<S, N>(smem, pipeline, operands, rank, tile.valid_m, sum);
         columns.apply_to(sum);
     } else {
         const BiasColumns<S> bias(a, tile, rank);

@@ -55,7 +55,7 @@ WEFT_FN void grouped_gemm(const GemmArgs& a, TicketCounter* ticket_counters) {
         if (cta.lane() == 0)
             load_tiles(a, smem, tiles, rank, ticket_counters);
         else if constexpr (S.has_fp8_rows())
-            if (cta.warp() != 0) load_scales(a, smem, rank);
+            if (cta.warp() != 0 && cta.warp() <= S.scale_warps()) load_scales(a, smem, rank);
     } else {
         setmaxnreg_inc<math_registers[S.ctas_per_sm() - 1]>();
         compute_tiles(a, smem, tiles, rank);

@@ -267,6 +267,8 @@ class GemmShape:
         """The generated source of the kernel's entry."""
         wide, draws = self.plan.has_wide_n(self.experts, self.operand), self.draws_tickets
         ns = [BLOCK_N] if wide else wgmma_n_sizes(self.plan.block_m)
+        if self.operand == "mxfp4":
+            ns = [BLOCK_M_GRANULARITY // 2, *ns]
         return SOURCE.format(
             instructions="".join(generate_wgmma(n, self.operand) for n in ns),
             shape=self.cpp_value,

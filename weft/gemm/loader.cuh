@@ -26,8 +26,8 @@ WEFT_FN void load_units(const GemmArgs& a, u8* to, const Tile& tile, u32 rank, u
     }
 }
 
-WEFT_FN void load_weight_box(u8* to, const TensorMap& map, u32 x, u32 y, Mbarrier& full, u64 hint,
-                             bool both_ctas) {
+WEFT_FN void load_box(u8* to, const TensorMap& map, u32 x, u32 y, Mbarrier& full, u64 hint,
+                      bool both_ctas) {
     if (both_ctas)
         tma_load_2d_multicast(3, to, map, x, y, full, hint);
     else
@@ -64,14 +64,13 @@ WEFT_FN void load_weight_tile(const GemmArgs& a, u8* to, const Tile& tile, u32 r
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
             const u32 up = split ? rank : i, half = split ? i : rank;
-            load_weight_box(
-                own_tile + i * (weight_tile_bytes / 2), a.weights_map, x,
-                expert_row + up * (S.n / 2) + tile.n_block * block_n + half * gated_block_n, full,
-                hint, split);
+            load_box(own_tile + i * (weight_tile_bytes / 2), a.weights_map, x,
+                     expert_row + up * (S.n / 2) + tile.n_block * block_n + half * gated_block_n,
+                     full, hint, split);
         }
     } else {
-        load_weight_box(own_tile, a.weights_map, x,
-                        expert_row + tile.n_block * cluster_n + rank * block_n, full, hint, split);
+        load_box(own_tile, a.weights_map, x, expert_row + tile.n_block * cluster_n + rank * block_n,
+                 full, hint, split);
     }
 }
 
@@ -89,7 +88,8 @@ WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32
     load_weight_tile<S>(a, to, tile, rank, k, full, hint);
 }
 
-// Loads this CTA's half of a k block of rows, for both CTAs unless the tile is split.
+// Loads a k block of rows: half of them for both CTAs or, where the CTAs do not share rows, all of
+// this CTA's.
 template <GemmShape S>
 WEFT_FN void load_rows(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
                        const Tile& tile, u32 rank, u32 k_block) {
@@ -105,12 +105,12 @@ WEFT_FN void load_rows(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 st
             return;
         }
     }
-    u32 r = rank * (tile.m / 2), left = tile.m / 2;
+    u32 r = S.shares_rows() ? rank * (tile.m / 2) : 0, left = tile.m / (S.shares_rows() ? 2 : 1);
 #pragma unroll
     for (u32 box = row_boxes; box-- > 0;)
         for (const u32 m = 8 << box; left >= m; left -= m, r += m)
-            tma_load_2d_multicast(3, to + r * block_k_bytes, a.rows_map[box],
-                                  k_block * block_k_bytes, tile.first_row + r, full, l2_evict_last);
+            load_box(to + r * block_k_bytes, a.rows_map[box], k_block * block_k_bytes,
+                     tile.first_row + r, full, l2_evict_last, S.shares_rows());
 }
 
 // With PDL, fills stages with weights while the previous kernel still runs; returns their number.
@@ -184,7 +184,7 @@ WEFT_FN void load_scale_vector(float (&to)[n], const float* from, i64 stride, u3
 
 // A lane's scales for scale_k_blocks k blocks: of its rows and of the blocks of weights.
 template <GemmShape S> struct ScaleRegisters {
-    static constexpr u32 lanes = scale_warps * warp_lanes;
+    static constexpr u32 lanes = S.scale_warps() * warp_lanes;
     static constexpr u32 rows_per_lane = (S.cta_m() + lanes - 1) / lanes;
     static constexpr u32 k_blocks = S.k_blocks(), ahead = scale_k_blocks;
     float row[rows_per_lane][ahead], weights[S.scales_of_row()][ahead];

@@ -30,7 +30,8 @@ constexpr u32 scales_read_ahead = 3;      // float4s that a thread reads while w
 
 // One k block of a swapped tile of N rows.
 template <GemmShape S, u32 N, u32 most_ahead = scales_read_ahead> struct SwapAbKBlock {
-    static constexpr u32 ahead = N / 16 < most_ahead ? N / 16 : most_ahead;
+    static constexpr u32 vectors = (N + 15) / 16;  // of four scales
+    static constexpr u32 ahead = vectors < most_ahead ? vectors : most_ahead;
     float acc[N / 2];
     float4 first[ahead];
     const float4* scales;
@@ -50,11 +51,11 @@ template <GemmShape S, u32 N, u32 most_ahead = scales_read_ahead> struct SwapAbK
     template <u32 pending> WEFT_FN void promote(float* sum) {
         wait_accumulator<pending>(acc);
 #pragma unroll
-        for (u32 j = 0; j < N / 16; ++j) {
+        for (u32 j = 0; j < vectors; ++j) {
             const float4 scale = j < ahead ? first[j] : scales[4 * j];
             const float by[4] = {scale.x, scale.y, scale.z, scale.w};
 #pragma unroll
-            for (u32 i = 0; i < 8; ++i)
+            for (u32 i = 0; i < 8 && 8 * j + i < N / 2; ++i)
                 sum[8 * j + i] = __fmaf_rn(acc[8 * j + i], by[i / 4 * 2 + i % 2], sum[8 * j + i]);
         }
     }

@@ -64,9 +64,10 @@ template <u32 stages> struct PipelineState {
 
 template <GemmShape S> WEFT_FN void init_mbarriers(GemmShared<S>& smem) {
     for (u32 i = 0; i < S.stages; ++i) {
-        // `full`: the TMA thread and the scale warps. `empty`: the math warps of both CTAs.
-        smem.full[i].init(S.has_fp8_rows() ? 1 + scale_warps : 1);
-        smem.empty[i].init(2 * math_warps);
+        // `full`: the TMA thread and the scale warps. `empty`: the math warps, of both CTAs if they
+        // share rows.
+        smem.full[i].init(S.has_fp8_rows() ? 1 + S.scale_warps() : 1);
+        smem.empty[i].init((S.shares_rows() ? 2 : 1) * math_warps);
     }
     smem.peer_amax_full[0].init(1);
     smem.peer_amax_full[1].init(1);
@@ -74,14 +75,15 @@ template <GemmShape S> WEFT_FN void init_mbarriers(GemmShared<S>& smem) {
     fence_mbarrier_init();
 }
 
-// Signals both CTAs that this math warp has read a stage, so that they may load into it again. The
-// other CTA's loads overwrite only operands of completed wgmmas. Only this CTA overwrites its
-// scales and, in a split tile, its rows.
+// Signals the CTAs that load into a stage that this math warp has read it. The other CTA's loads
+// overwrite only operands of completed wgmmas. Only this CTA overwrites its scales and, in a split
+// tile, its rows.
 template <GemmShape S> WEFT_FN void release_stage(GemmShared<S>& smem, u32 stage, u32 rank) {
     const u32 lane = threadIdx.x % warp_lanes;
     __syncwarp();
     if (lane == 0) smem.empty[stage].arrive();
-    if (lane == 1) arrive_remote(rank ^ 1, smem.empty[stage]);
+    if constexpr (S.shares_rows())
+        if (lane == 1) arrive_remote(rank ^ 1, smem.empty[stage]);
 }
 
 // With PDL: waits until the previous kernel's writes are visible, and lets the next kernel start.

@@ -40,7 +40,6 @@ constexpr u32 math_warpgroups = 2;
 constexpr u32 math_threads = math_warpgroups * warpgroup_threads;
 constexpr u32 math_warps = math_threads / warp_lanes;
 constexpr u32 gemm_threads = warpgroup_threads + math_threads;  // one warpgroup loads
-constexpr u32 scale_warps = 3;                                  // of the loading warpgroup
 
 constexpr u32 row_boxes = 4;  // TMA boxes of 8, 16, 32 and 64 rows
 
@@ -66,6 +65,9 @@ struct GemmShape {
     constexpr u32 ctas_per_sm() const {
         return !is_mxfp4() || block_m > 96 ? 1 : block_m > 32 ? 2 : 3;
     }
+    // Whether each CTA of a cluster loads half of the rows for both. With few rows that saves
+    // little, and each CTA would wait for the other.
+    constexpr bool shares_rows() const { return ctas_per_sm() < 3; }
     constexpr Operand row_operand() const { return is_mxfp4() ? Operand::fp8 : operand; }
     // Tiles over the weight rows of an expert per M-block; with split tiles see tiles_of.
     constexpr u32 n_blocks() const {
@@ -80,6 +82,8 @@ struct GemmShape {
         return is_mxfp4() ? unit_pair_bytes : (has_wide_n() ? 2 : 1) * weight_tile_bytes;
     }
     constexpr u32 stage_bytes() const { return weight_bytes() + cta_m() * block_k_bytes; }
+    // Warps of the loading warpgroup that load scales, a row per lane as far as possible.
+    constexpr u32 scale_warps() const { return cta_m() <= 32 ? 1 : cta_m() <= 64 ? 2 : 3; }
     // Scales of a row per k block. FP8 weights have separate ones for gate and up.
     constexpr u32 scales_of_row() const { return is_fp8() && (gated() || has_wide_n()) ? 2 : 1; }
     constexpr bool gated_fp8() const { return epilogue == Epilogue::gated_fp8; }

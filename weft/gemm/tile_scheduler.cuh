@@ -36,16 +36,32 @@ struct Tile {
     template <GemmShape S> WEFT_FN u32 cta_m() const { return is_split<S>() ? normal_m : m; }
 };
 
-// Reads each expert's count and first row. Counts are clamped to the rows inside the tensor.
+constexpr u32 counts_in_flight = 8;  // per lane
+
+// Reads each expert's count and first row. Counts are clamped to the rows inside the tensor. A
+// lane's loads are all in flight at once: in turn, each would take a round trip to L2.
 template <GemmShape S> WEFT_FN void read_counts(const GemmArgs& a, GemmShared<S>& smem, u32 lane) {
-    for (u32 e = lane; e < S.experts; e += warp_lanes) {
-        const volatile i32* const starts = a.starts;
-        const i64 first = starts == nullptr ? i64(e) * a.max_rows : starts[e];
-        const i64 room = first < 0 ? 0 : max(i64(a.rows) - first, i64(0));
-        // Volatile: bypasses this SM's L1, which may hold stale counts.
-        const i32 count = *const_cast<const volatile i32*>(a.counts + e);
-        smem.counts[e] = u32(min(min(max(i64(count), i64(0)), i64(a.max_rows)), room));
-        smem.first_rows[e] = u32(first);
+    constexpr u32 loads = (S.experts + warp_lanes - 1) / warp_lanes;
+    constexpr u32 in_flight = loads < counts_in_flight ? loads : counts_in_flight;
+    const bool has_starts = a.starts != nullptr;
+    for (u32 base = lane; base < S.experts; base += in_flight * warp_lanes) {
+        i32 count[in_flight], start[in_flight] = {};
+#pragma unroll
+        for (u32 i = 0; i < in_flight; ++i) {
+            const u32 e = min(base + i * warp_lanes, S.experts - 1);
+            // Volatile: bypasses this SM's L1, which may hold stale counts.
+            count[i] = *const_cast<const volatile i32*>(a.counts + e);
+            if (has_starts) start[i] = *const_cast<const volatile i32*>(a.starts + e);
+        }
+#pragma unroll
+        for (u32 i = 0; i < in_flight; ++i) {
+            const u32 e = base + i * warp_lanes;
+            if (e >= S.experts) break;
+            const i64 first = has_starts ? start[i] : i64(e) * a.max_rows;
+            const i64 room = first < 0 ? 0 : max(i64(a.rows) - first, i64(0));
+            smem.counts[e] = u32(min(min(max(i64(count[i]), i64(0)), i64(a.max_rows)), room));
+            smem.first_rows[e] = u32(first);
+        }
     }
     __syncwarp();
 }
@@ -99,6 +115,7 @@ template <GemmShape S> WEFT_FN void sort_by_height(GemmShared<S>& smem, u32 lane
 // pass all of them on its way to the first tile.
 template <GemmShape S> WEFT_FN void put_idle_last(GemmShared<S>& smem, u32 lane) {
     u32 busy = 0;
+#pragma unroll 8
     for (u32 base = 0; base < S.experts; base += warp_lanes) {
         const u32 e = base + lane;
         const bool has_rows = e < S.experts && smem.counts[e] != 0;
@@ -121,6 +138,7 @@ template <GemmShape S> WEFT_FN void order_experts(GemmShared<S>& smem, u32 lane)
 // Computes the inclusive prefix sum of tiles over the sorted experts.
 template <GemmShape S> WEFT_FN void count_tiles(GemmShared<S>& smem, u32 lane) {
     u32 end = 0;
+#pragma unroll 8
     for (u32 base = 0; base < S.experts; base += warp_lanes) {
         const u32 position = base + lane;
         u32 tiles =
