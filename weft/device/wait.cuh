@@ -269,11 +269,13 @@ struct SpinWait {
 // expected: the flag's epoch, if it differs from the operation's (`epoch`).
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
                         u32 call, u64 epoch, u64 expected, SpinWait& spin) {
+    // Loaded here: an acquire empties the L1 cache, so in the loop it would come from L2 each time,
+    // and delay the end of the wait.
+    const u32 generation = header.generation & 0xffffu;
     for (;;) {
         const u64 seen = load_acquire(flag);
         spin.take_time();
-        if (flag_generation(seen) == (header.generation & 0xffffu) &&
-            flag_not_older(seen, expected)) {
+        if (flag_generation(seen) == generation && flag_not_older(seen, expected)) {
             if (flag_call(seen) == call) return true;
             fail_call(header, site, Code::geometry_mismatch, peer, phase, call, flag_call(seen));
             return false;
