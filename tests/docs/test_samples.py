@@ -27,8 +27,9 @@ COMMANDS = sorted({m[1].strip() for text in TEXTS.values() for m in COMMAND.find
 
 EXAMPLES: dict[str, list[str]] = {
     **{"operators.py": [], "torchrun_layer.py": [], "checkpoint_layer.py": [], "recovery.py": []},
-    **{"sleep.py": [], "eplb.py": [], "decode_loop.py": ["--steps", "8"]},
-    **{"two_hosts.py": ["--pretend"], "batch_invariance.py": []},
+    **{"replacement.py": [], "sleep.py": [], "eplb.py": []},
+    **{"decode_loop.py": ["--steps", "8"], "two_hosts.py": ["--pretend"]},
+    **{"batch_invariance.py": []},
 }
 
 
