@@ -77,7 +77,7 @@ fi
 # entry_points GROUP LINE...: engines find plug-ins by the metadata of installed distributions, and weft is a folder on the
 # path here: so one is written that installs nothing but the entry points, the repository's own and these.
 entry_points() {
-    plugins=$home/plugins
+    plugins=$home/$engine-plugins
     mkdir -p "$plugins/weft_bench-0.dist-info"
     printf 'Metadata-Version: 2.1\nName: weft-bench\nVersion: 0\n' >"$plugins/weft_bench-0.dist-info/METADATA"
     "$python" - "$root/pyproject.toml" "$@" >"$plugins/weft_bench-0.dist-info/entry_points.txt" <<'PY'
