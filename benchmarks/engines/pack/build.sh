@@ -68,7 +68,7 @@ for wheel in sorted(Path(wheels).glob("*.whl")):
         for info in archive.infolist():
             if not left_out.match(info.filename):
                 path = archive.extract(info, site)
-                if ".so" in path:
+                if ".so" in path or info.external_attr >> 16 & 0o111:
                     os.chmod(path, 0o755)
 PY
 
