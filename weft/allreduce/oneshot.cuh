@@ -30,8 +30,8 @@ template <Reduction R> WEFT_FN PeerSlots direct_slots(const Call<R>& call, u32 t
 
 // The sum and residual of this thread's vector; false when a wait has failed.
 template <Reduction R>
-WEFT_FN bool sum_direct(const Call<R>& call, u32 token, u32 v, bool is_first, uint4 own,
-                        uint4& row) {
+WEFT_FN bool sum_direct(const Call<R>& call, u32 token, u32 v, uint4 own, uint4& row,
+                        Arrival& arrival) {
     const ReduceArgs& a = call.a;
     const PeerSlots slots = direct_slots<R>(call, token, v);
     uint4 rows[R.ranks];
@@ -42,15 +42,13 @@ WEFT_FN bool sum_direct(const Call<R>& call, u32 token, u32 v, bool is_first, ui
                                                  : neutral_vector<R.dtype>();
     const uint4 residual = a.residual ? load_input(vector_of<R>(a.residual, token, v)) : uint4{};
     fault(call.header, Point::before_rows, call.me(), call.epoch);
-    SlotWait wait{.slot = Slot::direct, .peer = 0, .token = token, .vector = v};
-    if (!await_vectors<R, false>(call, slots, wait, rows)) return false;
+    if (!await_vectors<R, false>(call, slots, token, v, rows, arrival)) return false;
     // This rank's own vector may be a NaN that looks like an empty slot; it was never waited for.
     const uint4 sum = sum_in_order<R>(rows);
     row = a.residual ? add_rounded<R>(sum, residual) : sum;
     clear_slots<R>(call, slots);
     if (a.out != nullptr) store(vector_of<R>(a.out, token, v), sum);
     if (a.residual_out != nullptr) store(vector_of<R>(a.residual_out, token, v), row);
-    if (records_waits(a)) record_arrivals<R>(call, wait, is_first);
     return true;
 }
 
@@ -73,7 +71,8 @@ template <Reduction R, bool moe> WEFT_FN void oneshot(const ReduceArgs& a) {
     const NormWeight norm_weight = inside ? load_norm_weight<R>(a, v) : NormWeight{};
 
     uint4 row{};
-    const bool valid = call.live && inside && sum_direct<R>(call, token, v, true, own, row);
+    Arrival arrival;
+    const bool valid = call.live && inside && sum_direct<R>(call, token, v, own, row, arrival);
     const u64 seen = call.load_call_word(team);
     if (neighbours != 1) cluster.wait();
     if (a.weight != nullptr) {
@@ -85,6 +84,7 @@ template <Reduction R, bool moe> WEFT_FN void oneshot(const ReduceArgs& a) {
         finish_vector<R>(a, token, v, valid, row, norm_weight, m);
     }
     call.advance(team, before);
+    if (records_waits(a)) record_arrival<R>(call, arrival, true);
     call.check_call_word(team, seen);
 }
 
@@ -159,8 +159,10 @@ template <Reduction R, bool moe, u32 pieces> WEFT_FN void oneshot_resident(const
             row[p] = uint4{};
             if (valid[p]) {
                 const uint4 own = load_own<R, moe>(a, token, v, false);
-                valid[p] =
-                    sum_direct<R>(call, token, v, token == grid.first && v == 0, own, row[p]);
+                Arrival arrival;
+                valid[p] = sum_direct<R>(call, token, v, own, row[p], arrival);
+                if (records_waits(a))
+                    record_arrival<R>(call, arrival, token == grid.first && v == 0);
             }
             if (a.weight == nullptr) continue;
             const u64 partial = partial_of<R>(a, row[p], norm_weight[p]);

@@ -95,15 +95,20 @@ WEFT_FN bool records_waits(const ReduceArgs& a) {
     return threadIdx.x == 0 && blockIdx.x == a.pushers;
 }
 
-// Records a thread's wait for the vectors of all peers, if one was missing. The wait counts for the
-// peer that was missing last: a time for each peer would take registers of every thread. The wait
-// for a call's first vectors is skew, and a later one transfer.
+// A finished wait of a recording thread for the vectors of all peers. It counts for the peer that
+// was missing last: a time for each peer would take registers of every thread.
+struct Arrival {
+    u32 peer = 0;
+    u64 waited_ns = 0;  // 0: nothing was missing, or for less than a tick of the clock
+};
+
+// Records a wait. That for a call's first vectors is skew, and a later one transfer. A barrier of
+// the cluster waits for these additions, so a kernel of one row calls it after its last barrier.
 template <Reduction R>
-WEFT_FN void record_arrivals(const Call<R>& call, const SlotWait& wait, bool is_first) {
-    if (wait.start == 0) return;
-    const u64 waited_ns = now_ns() - wait.start;
-    PeerWaits& waits = waits_for(call.header, all_reduce_phase, wait.peer);
-    record_duration(is_first ? waits.skew : waits.transfer, waited_ns);
+WEFT_FN void record_arrival(const Call<R>& call, const Arrival& arrival, bool is_first) {
+    if (arrival.waited_ns == 0) return;
+    PeerWaits& waits = waits_for(call.header, all_reduce_phase, arrival.peer);
+    record_duration(is_first ? waits.skew : waits.transfer, arrival.waited_ns);
     waits.epoch = call.epoch;
 }
 
@@ -111,11 +116,12 @@ WEFT_FN void record_arrivals(const Call<R>& call, const SlotWait& wait, bool is_
 // only one missing vector at a time, so that many waiting threads leave memory bandwidth to the
 // others. Rows of more than 8 ranks do not fit into registers.
 template <Reduction R, bool polls_one>
-WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, SlotWait& wait,
-                           uint4 (&row)[R.ranks]) {
+WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 token, u32 v,
+                           uint4 (&row)[R.ranks], Arrival& arrival) {
     const u32 me = call.me();
     const bool records = records_waits(call.a);
     RankSet missing = without(call.summed, me);
+    SlotWait wait{.slot = slots.kind, .peer = 0, .token = token, .vector = v};
     for (u32 polls = 1;; ++polls) {
 #pragma unroll
         for (u32 i = 0; i < R.ranks; ++i)
@@ -123,7 +129,10 @@ WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, SlotWait
 #pragma unroll
         for (u32 i = 0; i < R.ranks; ++i)
             if (is_ready(row[i])) missing = without(missing, i);
-        if (missing == RankSet{}) return true;
+        if (missing == RankSet{}) {
+            if (records && wait.start != 0) arrival = {wait.peer, now_ns() - wait.start};
+            return true;
+        }
         if (records && wait.start == 0) wait.start = now_ns();
         wait.peer = first_of(missing);
         while (polls_one && !records && polls % polls_per_check != 0 &&
