@@ -76,11 +76,11 @@ WEFT_FN void reduce_token(const Block& team, const CombineArgs& a, u32 token,
 // observed.
 template <Shape S, u32 rank>
 WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const EpochState& state,
-                          RankSet living, u64 start_ns) {
+                          RankSet living) {
     const Share<S>& own = own_share<S>(a.site);
     u32 token = blockIdx.x;
     RankSet destinations = token < a.tokens ? own.destinations[token] : RankSet{};
-    if (!await_combine<S>(team, a.site, living, state.epoch, start_ns)) return false;
+    if (!await_combine<S>(team, a.site, living, state.epoch)) return false;
     while (token < a.tokens) {
         const u32 next = token + gridDim.x;
         const RankSet next_destinations = next < a.tokens ? own.destinations[next] : RankSet{};
@@ -98,13 +98,13 @@ WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const EpochSt
 // earlier kernels have stored them.
 template <Shape S>
 WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const EpochState& state,
-                       RankSet living, u64 start_ns) {
+                       RankSet living) {
     bool publishes = team.first();
     if constexpr (S.combine == Combine::push) {
         push_rows<S>(team, a);
         publishes = team.is_last_cta(&own_share<S>(a.site).header.arrived);
     }
-    if (publishes) publish_combine<S>(team, a.site, living, state.epoch, start_ns);
+    if (publishes) publish_combine<S>(team, a.site, living, state.epoch);
 }
 
 // All modes except push_fp8: rows are summed after the flags of all peers have arrived.
@@ -122,10 +122,10 @@ WEFT_FN void combine_after_flags(const CombineArgs& a) {
 
     if constexpr (part != PhasePart::recv) {
         mark_start(team, header, Phase::combine, state.epoch, start);
-        send_rows<S>(team, a, state, living, start);
+        send_rows<S>(team, a, state, living);
     }
     if constexpr (part != PhasePart::send) {
-        const bool received = receive_rows<S, rank>(team, a, state, living, start);
+        const bool received = receive_rows<S, rank>(team, a, state, living);
         if (received && team.lane() == 0) mark_end(header, Phase::combine, state.epoch);
         if (received && team.first() && team.lane() == 0)
             keep_record(header, Phase::combine, state.epoch, start, a.tokens);

@@ -165,7 +165,7 @@ template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 epoch, Warp
 // Order: lane 0 acquires all CTAs' counts, and the barrier extends that to the lanes that release.
 template <Shape S>
 WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const EpochState& state,
-                                RankSet living, u64 start_ns) {
+                                RankSet living) {
     Header& header = own_share<S>(a.site).header;
     bool read = true;
     if (team.lane() == 0) {
@@ -176,7 +176,7 @@ WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const E
         if (read) header.arrived = 0;
     }
     if (!team.all(read)) return false;
-    publish_combine<S>(team, a.site, living, state.epoch, start_ns);
+    publish_combine<S>(team, a.site, living, state.epoch);
     return true;
 }
 
@@ -203,10 +203,9 @@ template <Shape S, PhasePart part> WEFT_FN void combine_push_fp8(const CombineAr
     if (roles.is<CtaRole::coordinator>()) {
         if constexpr (part != PhasePart::recv) {
             mark_start(team, header, Phase::combine, state.epoch, start);
-            if (!publish_inbox_read<S>(team, a, state, living, start)) return;
+            if (!publish_inbox_read<S>(team, a, state, living)) return;
         }
-        if (part == PhasePart::send || !await_combine<S>(team, a.site, living, state.epoch, start))
-            return;
+        if (part == PhasePart::send || !await_combine<S>(team, a.site, living, state.epoch)) return;
         if (team.lane() == 0) keep_record(header, Phase::combine, state.epoch, start, a.tokens);
     } else if constexpr (part != PhasePart::send) {
         if (!sum_tokens<S>(a, state.epoch, roles.receiver_units())) return;

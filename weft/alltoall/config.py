@@ -97,7 +97,7 @@ class CombineArgs(ctypes.Structure):
 class Offsets:
     """Byte offsets of the parts of one rank's share; mirrors `Share<S>` in alltoall/layout.cuh.
 
-    In order: header, inbox (flags, counts, sent words, routes, payload planes, returned rows,
+    In order: header, inbox (flags, counts, durations, routes, payload planes, returned rows,
     stats), outbox, destinations, saved routing.
     """
 
@@ -117,7 +117,7 @@ class Offsets:
         """Return the offsets of a Shape."""
         slots, uses_gemm_push = shape.ranks * shape.tokens, shape.combine == "gemm_push"
         counts = header_bytes(shape.ranks) + 2 * round_up(8 * shape.ranks)
-        route = counts + round_up(4 * shape.ranks) + round_up(2 * 8 * shape.ranks)
+        route = counts + round_up(4 * shape.ranks) + round_up(4 * shape.ranks)
         route_bytes = 8 * shape.padded_top_k
         offset = route + round_up(slots * route_bytes)
         planes, pitches = [], []

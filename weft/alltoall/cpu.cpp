@@ -226,13 +226,13 @@ template <Shape S, PhasePart part = PhasePart::whole> void combine(const Combine
         if (fault(own.header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away)
             return;
         if constexpr (S.combine == Combine::push || returns_fp8) push_rows<S>(a);
-        publish_combine<S>(Solo{}, a.site, own.header.living, state.epoch, start);
+        publish_combine<S>(Solo{}, a.site, own.header.living, state.epoch);
     }
     if constexpr (part != PhasePart::send) {
         // FP8 rows are summed as they arrive; the flags, which publish that the peers have read
         // their inboxes, arrive last.
         if (returns_fp8 && !reduce_tokens<S>(a)) return;
-        if (!await_combine<S>(Solo{}, a.site, own.header.living, state.epoch, start)) return;
+        if (!await_combine<S>(Solo{}, a.site, own.header.living, state.epoch)) return;
         if (!returns_fp8 && !reduce_tokens<S>(a)) return;
         keep_record(own.header, Phase::combine, state.epoch, start, a.tokens);
         mark_end(own.header, Phase::combine, state.epoch);

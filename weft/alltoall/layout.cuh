@@ -101,21 +101,13 @@ WEFT_FN constexpr u32 slot_of(u32 source_rows, u32 source, u32 token) {
     return source * source_rows + token;
 }
 
-// A sent word tells how long a rank took from its start to its flag: epoch 32 | ns 32. It is stored
-// after the flag. Durations need no clock that the ranks share.
-WEFT_FN constexpr u64 make_sent_word(u64 epoch, u64 ns) {
-    return epoch << 32 | (ns < ~0u ? ns : ~0u);
-}
-WEFT_FN constexpr bool is_older_sent_word(u64 word, u64 epoch) {
-    return i32(u32(word >> 32) - u32(epoch)) < 0;
-}
-
 // Written by peers.
 template <Shape S> struct Inbox {
     alignas(128) u64 dispatched[S.ranks];  // flags; one writer each
-    alignas(128) u64 ready[S.ranks];    // flags: a peer's experts are done, its outbox may be read
-    alignas(128) i32 counts[S.ranks];   // tokens of each source in this round
-    alignas(128) u64 sent[2][S.ranks];  // sent words: of dispatch, and of a combine that pushes
+    alignas(128) u64 ready[S.ranks];   // flags: a peer's experts are done, its outbox may be read
+    alignas(128) i32 counts[S.ranks];  // tokens of each source in this round
+    // How long each source took from the start of its dispatch to its flag, up to 2^32 - 1.
+    alignas(128) u32 sent_ns[S.ranks];
     alignas(128) Route<S> route[S.ranks * S.tokens];
     Planes<S> payload;
     Returned<S> returned;

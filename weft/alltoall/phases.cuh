@@ -76,14 +76,8 @@ template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
     return count < S.tokens ? count : S.tokens;
 }
 
-// Whether this rank's rows of a phase are sent between the start of the kernel that publishes the
-// flags and the flags. Only then a wait for a flag divides into skew and transfer.
-template <Shape S> constexpr bool sends_rows(Phase phase) {
-    return phase == Phase::dispatch || S.combine == Combine::push;
-}
-
 // Publishes epoch `epoch` with the hash of the call, and for a dispatch the token count, at every
-// living peer. start_ns: when this kernel began. Order: each release covers everything that this
+// living peer. start_ns: when a dispatch began. Order: each release covers everything that this
 // team wrote or acquired: the whole rank's payload, routes and counts.
 template <Shape S, class Team>
 WEFT_FN void publish(const Team& team, const Site& site, RankSet living, Phase phase, u32 call,
@@ -99,50 +93,44 @@ WEFT_FN void publish(const Team& team, const Site& site, RankSet living, Phase p
         const Action planned =
             fault(header, sending ? Point::before_flag : Point::before_ready, peer, epoch);
         if (planned == Action::drop) continue;
-        if (sending) to.counts[site.rank] = i32(count);
+        if (sending) {
+            to.counts[site.rank] = i32(count);
+            const u64 ns = now_ns() - start_ns;
+            store_relaxed(&to.sent_ns[site.rank], u32(ns < ~0u ? ns : ~0u));
+        }
         const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
         store_release(sending ? &to.dispatched[site.rank] : &to.ready[site.rank], flag ^ lie);
-        if (sends_rows<S>(phase)) {
-            const u64 ns = now_ns() - start_ns;
-            store_relaxed(&to.sent[phase == Phase::combine][site.rank], make_sent_word(epoch, ns));
-        }
     }
     mark_published(team, header, phase, epoch);
 }
 
-constexpr u64 long_wait_ns = 1 << 15, sent_limit_ns = 2000;
+constexpr u64 long_wait_ns = 1 << 15;
 
-// How long a peer took from its start to the flag that a wait has seen. After a long wait, the word
-// of this round is read, which follows the flag. After a short one, whose round a load would
-// lengthen, `before` is used: the word that was there before the wait.
-WEFT_FN u32 sent_ns_of(u64* word, u64 before, u64 epoch, u64 waited_ns) {
-    if (waited_ns < long_wait_ns) return u32(before);
-    u64 seen = load_relaxed(word);
-    for (const u64 start = now_ns(); is_older_sent_word(seen, epoch);) {
-        if (now_ns() - start > sent_limit_ns) break;
-        seen = load_relaxed(word);
-    }
-    return u32(seen);
-}
-
-// Records a finished wait for a peer's flag. The peer had begun its kernel about sent_ns before the
-// flag arrived. If that was after this rank had begun its own, the difference is skew.
+// Records a finished wait for a peer's flag. A peer stores rows between the start of its dispatch
+// and the flag, so that a wait for the flag divides: if the peer began after this rank, the
+// difference is skew, and the rest transfer. Durations need no clock that the ranks share. A wait
+// for the flag of a combine is skew.
+//
+// sent_before: the peer's sent_ns, loaded before the wait, so it is of the round before. It is
+// loaded again after a long wait only, because a load lengthens the round.
 template <Shape S>
-WEFT_FN void record_flag(Header& header, Phase phase, u64 epoch, u32 peer, u64 start_ns, u64* sent,
-                         u64 sent_before, const SpinWait& spin) {
+WEFT_FN void record_flag(const Site& site, Phase phase, u64 epoch, u32 peer, u64 start_ns,
+                         u32 sent_before, const SpinWait& spin) {
+    Share<S>& own = own_share<S>(site);
     const u64 waited_ns = spin.waited_ns();
     u64 transfer_ns = 0;
-    if (sends_rows<S>(phase) && waited_ns != 0) {
-        const u32 sent_ns = sent_ns_of(sent, sent_before, epoch, waited_ns);
+    if (phase == Phase::dispatch && waited_ns != 0) {
+        const u32 sent_ns =
+            waited_ns < long_wait_ns ? sent_before : load_relaxed(&own.inbox.sent_ns[peer]);
         const i64 late_ns = i64(spin.end - start_ns) - i64(sent_ns);
         const u64 skew_ns = late_ns < 0 ? 0 : u64(late_ns);
         transfer_ns = skew_ns < waited_ns ? waited_ns - skew_ns : 0;
     }
-    record_wait(header, phase, epoch, peer, waited_ns, transfer_ns);
+    record_wait(own.header, phase, epoch, peer, waited_ns, transfer_ns);
 }
 
 // Waits for every living peer's flag; false, for the whole team, when one wait has failed. All
-// teams of a combine wait, and the first one records its waits. start_ns: when this kernel began.
+// teams of a combine wait, and the first one records its waits. start_ns: when a dispatch began.
 template <Shape S, class Team>
 WEFT_FN bool await_all(const Team& team, const Site& site, RankSet living, Phase phase, u32 call,
                        u64 epoch, u64 start_ns) {
@@ -153,16 +141,15 @@ WEFT_FN bool await_all(const Team& team, const Site& site, RankSet living, Phase
         fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
               epoch);
         u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
-        u64* sent = &own.inbox.sent[phase == Phase::combine][peer];
-        const u64 sent_before = sends_rows<S>(phase) ? load_relaxed(sent) : 0;
+        const u32 sent_before =
+            phase == Phase::dispatch ? load_relaxed(&own.inbox.sent_ns[peer]) : 0;
         const bool marks = phase == Phase::dispatch || team.first();
         const bool records = marks && peer != site.rank;
         SpinWait spin{.is_timed = records || (marks && WEFT_PROFILE)};
         const bool ok = await_flag(own.header, site, flag, peer, phase, call, epoch, epoch, spin);
         arrived = ok && arrived;
         if (ok && marks) mark_arrived(own.header, phase, epoch, peer, spin);
-        if (ok && records)
-            record_flag<S>(own.header, phase, epoch, peer, start_ns, sent, sent_before, spin);
+        if (ok && records) record_flag<S>(site, phase, epoch, peer, start_ns, sent_before, spin);
     }
     return team.all(arrived);
 }
@@ -178,9 +165,8 @@ WEFT_FN void publish_dispatch(const Team& team, const DispatchArgs& a, RankSet l
 // Publishes that peers may read the rows of this rank's experts. The dispatch has verified the
 // call, so this flag carries the hash of the geometry.
 template <Shape S, class Team>
-WEFT_FN void publish_combine(const Team& team, const Site& site, RankSet living, u64 epoch,
-                             u64 start_ns) {
-    publish<S>(team, site, living, Phase::combine, site.descriptor, epoch, start_ns, 0);
+WEFT_FN void publish_combine(const Team& team, const Site& site, RankSet living, u64 epoch) {
+    publish<S>(team, site, living, Phase::combine, site.descriptor, epoch, 0, 0);
 }
 
 // Waits for every peer's dispatch, which must be the same call.
@@ -192,9 +178,8 @@ WEFT_FN bool await_dispatch(const Team& team, const DispatchArgs& a, RankSet liv
 }
 
 template <Shape S, class Team>
-WEFT_FN bool await_combine(const Team& team, const Site& site, RankSet living, u64 epoch,
-                           u64 start_ns) {
-    return await_all<S>(team, site, living, Phase::combine, site.descriptor, epoch, start_ns);
+WEFT_FN bool await_combine(const Team& team, const Site& site, RankSet living, u64 epoch) {
+    return await_all<S>(team, site, living, Phase::combine, site.descriptor, epoch, 0);
 }
 
 }  // namespace weft

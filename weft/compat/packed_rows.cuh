@@ -108,7 +108,7 @@ template <Shape S> WEFT_FN void return_rows(const ReturnArgs& a) {
         save_ranks<S>(a, token);
     return_pieces<S>(team, a);
     if (!team.is_last_cta(a.arrived)) return;
-    publish_combine<S>(team, a.site, living, state.epoch, start);
+    publish_combine<S>(team, a.site, living, state.epoch);
 }
 
 }  // namespace weft

@@ -44,7 +44,7 @@ template <Shape S> void return_rows(const ReturnArgs& a) {
         u8* to = share<S>(a.site, source).inbox.returned.row[token][a.site.rank];
         std::memcpy(to, from, S.out_bytes());
     });
-    publish_combine<S>(Solo{}, a.site, header.living, state.epoch, start);
+    publish_combine<S>(Solo{}, a.site, header.living, state.epoch);
 }
 
 }  // namespace weft

@@ -195,7 +195,7 @@ template <Shape S, Grouping G> void send(const GroupArgs& a) {
             sum_row<S, G, S.combine == Combine::push_fp8>(
                 a, source, token, share<S>(a.site, source).inbox.returned.row[a.site.rank][token]);
     });
-    publish_combine<S>(Solo{}, a.site, header.living, state.epoch, start);
+    publish_combine<S>(Solo{}, a.site, header.living, state.epoch);
 }
 
 }  // namespace weft

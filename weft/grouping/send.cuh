@@ -142,7 +142,7 @@ template <Shape S, Grouping G> WEFT_FN void send(const GroupArgs& a) {
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
     for_strips<S, G>(team, a, [&](const Strip<S>& strip) { send_strip<S>(a, strip); });
     if (!team.is_last_cta(a.arrived)) return;
-    publish_combine<S>(team, a.site, living, state.epoch, start);
+    publish_combine<S>(team, a.site, living, state.epoch);
 }
 
 }  // namespace weft
