@@ -119,7 +119,7 @@ GEMM = {
         _gemm("pipeline.cuh", "init_mbarriers", r"math_warps\);", "math_warps - 1);",
               "overrun|gone"),
     "the other CTA is not told of a released stage":
-        _gemm("pipeline.cuh", "release_stage", r"if \(lane == 1\)[^;]*;", "", "deadlock"),
+        _gemm("pipeline.cuh", "release_stage", r"if \(S\.shares_rows\(\) && lane == 1\)[^;]*;", "", "deadlock"),
     "scales are not awaited":
         _gemm("pipeline.cuh", "init_mbarriers", r"S\.has_fp8_rows\(\) \? 1 \+ S\.scale_warps\(\) : 1", "1",
               "overrun"),

@@ -82,8 +82,7 @@ template <GemmShape S> WEFT_FN void release_stage(GemmShared<S>& smem, u32 stage
     const u32 lane = threadIdx.x % warp_lanes;
     __syncwarp();
     if (lane == 0) smem.empty[stage].arrive();
-    if constexpr (S.shares_rows())
-        if (lane == 1) arrive_remote(rank ^ 1, smem.empty[stage]);
+    if (S.shares_rows() && lane == 1) arrive_remote(rank ^ 1, smem.empty[stage]);
 }
 
 // With PDL: waits until the previous kernel's writes are visible, and lets the next kernel start.
