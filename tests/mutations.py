@@ -247,7 +247,7 @@ GEMM = {
     # Which tiles are split and which wide.
     "the second half of the weights has other rows":
         _gemm("tile_scheduler.cuh", "set_split_or_wide", r"i - expert\.split - expert\.wide : i",
-              "i : i", block_m=256),
+              "i - expert.split : i", block_m=256),
     "a wide tile has half of its weights":
         _gemm("tile_scheduler.cuh", "set_split_or_wide", r"blockIdx\.x % 2 : second_half",
               "second_half : second_half", block_m=256),
