@@ -323,6 +323,13 @@ GEMM = {
     "packed weights are not awaited in the unrolled loop":
         _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4_unrolled", r"smem\.full[^;]*;", "", "overrun",
               **MXFP4 | {"block_m": 32}),
+    "a stage is released before the unrolled loop multiplies it":
+        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4_unrolled",
+              r"(multiply_packed[^;]*;) (release_stage[^;]*;)", r"\2 \1",
+              **MXFP4 | {"block_m": 32}),
+    "every tile of the unrolled loop starts in the first stage":
+        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4_unrolled", r"\? 0 : pipeline\.stage", "? 0 : 0",
+              STUCK, **MXFP4 | {"block_m": 32}),
     "of up to sixteen rows, eight are multiplied":
         _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4", r"valid_m <= N / 2", "valid_m <= N",
               **MXFP4 | {"block_m": 32}),

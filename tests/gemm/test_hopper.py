@@ -71,6 +71,10 @@ HALF = Case(MXFP4, counts=(5, 40), n=384, k=256)  # the last columns are of one 
 # Split and wide tiles, with k of one block, of fewer than there are stages and of more.
 SPLIT = Case(counts=(1, 128, 320, 129, 65, 257, 0), align=1, n=768)
 SPLIT_KS = (128, 384, 1408)
+# Low tiles of MXFP4 weights: up to eight rows and more, next to rows of other experts, with k of
+# whole rings of stages (four for 32 rows, five for 64) and of parts of rings.
+LOW = Case(MXFP4, counts=(8, 0, 9, 1, 64, 17), align=1, slack=0)
+LOW_KS = (512, 640)
 # Biases and results of other dtypes than the operands: fewer columns than a warp has, odd steps of
 # k.
 DTYPES = {
@@ -115,6 +119,9 @@ def all_shapes(device: str) -> Iterator[GemmShape]:
     for k in SPLIT_KS:
         for rows, early in ((64, False), (256, False), (256, True)):
             yield shape_of(replace(SPLIT, k=k), rows, "gated", prefetch_weights=early)
+    for k in LOW_KS:
+        for rows, early in ((160, False), (32, False), (32, True), (64, False), (64, True)):
+            yield shape_of(replace(LOW, k=k), rows, "gated", prefetch_weights=early)
     for case, bias, out, rows in DTYPES.values():
         for epilogue in ("store", "gated", "push"):
             dtypes = {"bias": BIASES[bias], "out_dtype": "bf16" if out == BF16 else "fp16"}
@@ -278,6 +285,21 @@ def test_split_and_wide_tiles_change_no_bit(hopper: Hopper, k: int):
         early = seed % 2 == 1
         options: dict[str, Any] = {"prefetch_weights": early, "programmatic_launch": early}
         assert made.call(epilogue, WgmmaPlan(256), **options).same_bits(alone), seed
+
+
+@pytest.mark.parametrize("k", LOW_KS)
+@on_each
+def test_low_tiles_of_mxfp4_change_no_bit(hopper: Hopper, k: int):
+    """The unrolled loop adds as the rolled one, and NaN in padding rows is of no effect."""
+    made, epilogue = replace(LOW, k=k).make(hopper.device), GatedQuant()
+    made.a.view(torch.uint8)[[8, 18]] = 0x7F  # padding of the first tiles of two other experts
+    high = made.call(epilogue, WgmmaPlan(160))
+    assert high.scales is not None
+    assert high.scales.isnan().any(1).nonzero().flatten().tolist() == [8, 18]
+    for seed, (rows, early) in enumerate([(32, False), (32, True), (64, False), (64, True)] * 2):
+        hopper.draw(seed, sms=(2, 6)[seed // 4])
+        options: dict[str, Any] = {"prefetch_weights": early, "programmatic_launch": early}
+        assert made.call(epilogue, WgmmaPlan(rows), **options).same_bits(high), seed
 
 
 @pytest.mark.parametrize("epilogue", ["store", "gated"])

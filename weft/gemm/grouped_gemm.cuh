@@ -4,18 +4,21 @@
 // once.
 //
 // Grid: persistent clusters of two CTAs. The CTAs of a cluster share a tile's rows: each loads half
-// of them for both (TMA multicast), and its own 128 columns of weights, or 256 in wide tiles (FP8,
-// up to 128 rows). In split tiles (FP8, up to 256 rows), each has half of the rows and loads half
-// of the weights for both. One warpgroup loads ahead of the two math warpgroups, across tile
-// boundaries, so loads continue during epilogues. Two or three CTAs share an SM if tiles of MXFP4
-// weights are low.
+// of them for both (TMA multicast) or, in kernels of MXFP4 weights with tiles of up to 32 rows, all
+// of them for itself, and its own 128 columns of weights, or 256 in wide tiles (FP8, up to 128
+// rows). In split tiles (FP8, up to 256 rows), each has half of the rows and loads half of the
+// weights for both. One warpgroup loads ahead of the two math warpgroups, across tile boundaries,
+// so loads continue during epilogues. Two or three CTAs share an SM if tiles of MXFP4 weights are
+// low.
 //
 // With PDL, prefetch_weights allows loading weights before griddepcontrol.wait: all stages have
 // their weights when the first rows may be read.
 //
 //   warp 0, one thread   weights and rows by TMA      loader.cuh, load_tiles
-//   warps 1 to 3         scales of FP8 rows           loader.cuh, load_scales
+//   warps 1 to 3         scales of FP8 rows (1)       loader.cuh, load_scales
 //   warpgroups 1 and 2   mainloop and epilogue        compute.cuh, compute_tiles
+//
+// (1) Warps 2 and 3 only with higher tiles: GemmShape::scale_warps.
 //
 // tile_scheduler.cuh assigns tiles to clusters, in kernels with split tiles by tickets that are
 // drawn from a counter; pipeline.cuh defines the shared memory.

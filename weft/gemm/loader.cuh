@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loading warpgroup: one thread loads weights and rows by TMA, three warps load scales.
+// The loading warpgroup: one thread loads weights and rows by TMA, one to three warps
+// load scales.
 #pragma once
 #include <weft/device/tma.cuh>
 #include <weft/gemm/pipeline.cuh>
@@ -245,8 +246,8 @@ WEFT_FN void load_tile_scales(const GemmArgs& a, GemmShared<S>& smem,
     }
 }
 
-// Loads the scales of every k block, each row's multiplied by that of its FP8 weights; run by three
-// warps.
+// Loads the scales of every k block, each row's multiplied by that of its FP8 weights; run by the
+// scale warps.
 template <GemmShape S> WEFT_FN void load_scales(const GemmArgs& a, GemmShared<S>& smem, u32 rank) {
     if constexpr (S.prefetch_weights) pdl_wait();
     TileScheduler<S> scheduler{smem};
