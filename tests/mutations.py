@@ -119,10 +119,11 @@ GEMM = {
         _gemm("pipeline.cuh", "init_mbarriers", r"math_warps\);", "math_warps - 1);",
               "overrun|gone"),
     "the other CTA is not told of a released stage":
-        _gemm("pipeline.cuh", "release_stage", r"if \(S\.shares_rows\(\) && lane == 1\)[^;]*;", "", "deadlock"),
+        _gemm("pipeline.cuh", "release_stage",
+              r"if \(S\.shares_rows\(\) && lane == 1\)[^;]*;", "", "deadlock"),
     "scales are not awaited":
-        _gemm("pipeline.cuh", "init_mbarriers", r"S\.has_fp8_rows\(\) \? 1 \+ S\.scale_warps\(\) : 1", "1",
-              "overrun"),
+        _gemm("pipeline.cuh", "init_mbarriers",
+              r"S\.has_fp8_rows\(\) \? 1 \+ S\.scale_warps\(\) : 1", "1", "overrun"),
     "a warp releases a stage that its lanes read":
         _gemm("pipeline.cuh", "release_stage", r"__syncwarp\(\);", block_m=160),
     "a stage is released before its wgmma is complete":
