@@ -2,15 +2,17 @@
 """Random MoE blocks of transformers, their weights in an engine's layers, and the comparison.
 
 An engine's blocks.py builds its own blocks and loads these weights through the engine's loaders.
-weft runs them, on CPU ranks or one GPU; on a GPU the engine's own kernels run them, too.
+weft runs them, on CPU ranks or GPUs; on GPUs the engine's own kernels run them, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import datetime
+import functools
 import gc
 import json
 import math
@@ -29,6 +31,7 @@ from trace_kernels import kernels, summed
 from weft.fp8 import quantize
 from weft.gemm import quantize_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
+from weft.group import Group
 from weft.launcher.launch import launch
 
 VOCABULARY = 64
@@ -113,14 +116,19 @@ def load_experts(layer: Any, gate_up: torch.Tensor, down: torch.Tensor, kind: st
 
 def load_mlp(mlp: Any, shared: Any) -> None:
     """Load transformers' shared expert."""
+
+    def load(linear: Any, weight: torch.Tensor, *shard: int) -> None:
+        linear.weight.weight_loader(linear.weight, weight.detach().bfloat16(), *shard)
+
     if not hasattr(mlp, "gate_up_proj"):
-        mlp.up_proj.weight.data.copy_(shared.up_proj.weight)
+        load(mlp.up_proj, shared.up_proj.weight)
     elif hasattr(shared, "gate_up_proj"):
-        mlp.gate_up_proj.weight.data.copy_(shared.gate_up_proj.weight)
+        for shard, weight in enumerate(shared.gate_up_proj.weight.chunk(2)):
+            load(mlp.gate_up_proj, weight, shard)
     else:
-        gate_up = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
-        mlp.gate_up_proj.weight.data.copy_(gate_up)
-    mlp.down_proj.weight.data.copy_(shared.down_proj.weight)
+        load(mlp.gate_up_proj, shared.gate_proj.weight, 0)
+        load(mlp.gate_up_proj, shared.up_proj.weight, 1)
+    load(mlp.down_proj, shared.down_proj.weight)
 
 
 def load_block(block: Any, theirs: Any, layer: Any, kind: str, bias: Any) -> Formula:
@@ -386,7 +394,7 @@ def compare_block(
 def record(what: str, device: str, text: str, **line: Any) -> None:
     """Append a line to results.jsonl, and print `text`."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    machine = describe_machine(gpu_names()[:1] if device == "cuda" else [])
+    machine = describe_machine(gpu_names()[: line.get("gpus", 1)] if device == "cuda" else [])
     with open(OUT / "results.jsonl", "a") as file:
         file.write(json.dumps({"bench": what, **line, "date": date, "machine": machine}) + "\n")
     print(text, flush=True)
@@ -415,17 +423,70 @@ class Task:
 
 
 Build = Callable[[str, str, Shape], tuple[Callable[..., torch.Tensor], Formula]]
+Capture = Callable[[str], contextlib.AbstractContextManager[Any]]
+OF_WEFT = ("weft", "dispatcher")
+_captured: list[Any] = []  # graphs stay, because peers have mapped memory of theirs
 
 
-def on_gpu(task: Task, build: Build, close: Callable[[], None]) -> bool:
-    """Compare blocks on one GPU: outputs with the formula, and times with each other.
+def split_variant(variant: str) -> tuple[str, str]:
+    """Return a variant's kernels and its layout on several GPUs.
+
+    "dp": each rank has tokens of its own and whole experts. "tp": each rank has all tokens and a
+    part of each expert. "ep": each rank has all tokens and whole experts.
+    """
+    kernels, _, layout = variant.partition("-")
+    return kernels, layout or ("dp" if kernels in OF_WEFT else "tp")
+
+
+class Layouts:
+    """The process groups of an engine, which are globals of one of its modules, by layout.
+
+    Args:
+        group: The ranks. One rank has one layout.
+        parallel_state: The engine's module.
+        create: Initializes the engine's groups for a layout. Collective.
+    """
+
+    def __init__(self, group: Group, parallel_state: Any, create: Callable[[str], Any]) -> None:
+        self._group, self._module, self._create = group, parallel_state, create
+        self._created: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    def activate(self, variant: str) -> Any:
+        """Make the groups of a variant's layout the engine's; return what `create` returned."""
+        layout = "dp" if self._group.size == 1 else split_variant(variant)[1]
+        vars(self._module).update(dict.fromkeys(self._groups()))
+        if layout not in self._created:
+            config = self._create(layout)
+            self._created[layout] = config, self._groups()
+        config, groups = self._created[layout]
+        vars(self._module).update(groups)
+        return config
+
+    def _groups(self) -> dict[str, Any]:
+        kind = self._module.GroupCoordinator
+        items = vars(self._module).items()
+        return {name: it for name, it in items if isinstance(it, kind) and name != "_WORLD"}
+
+
+def check_all_reduce(variant: str, communicator: Any) -> None:
+    """Raise RuntimeError if a variant that sums over ranks lacks the engine's own all-reduce."""
+    if split_variant(variant)[1] != "dp" and (communicator is None or communicator.disabled):
+        raise RuntimeError("the engine disabled its all-reduce; its warnings say why")
+
+
+def on_gpu(
+    group: Group, task: Task, build: Build, capture: Capture, close: Callable[[], None]
+) -> bool:
+    """Compare blocks on GPUs: outputs with the formula, and times with each other.
 
     A variant that raises is recorded with its error, and the others continue.
 
     Args:
+        group: The ranks, each with a GPU of its own. Rank 0 records.
         task: What to compare.
         build: Returns a block's forward function and its formula, for a name, a variant and a
             shape.
+        capture: Returns a context in which a variant can be captured on several GPUs.
         close: Frees weft's layers of a block.
 
     Returns:
@@ -436,34 +497,32 @@ def on_gpu(task: Task, build: Build, close: Callable[[], None]) -> bool:
         shape, runs = PUBLISHED[name.partition(",")[0]], {}
         first: dict[int, torch.Tensor] = {}
         for variant in task.variants:
-            if time.monotonic() > task.end:
-                print(f"{name}, {variant}: not started, the time is up", flush=True)
+            if max(group.all_gather(time.monotonic())) > task.end:
+                if group.rank == 0:
+                    print(f"{name}, {variant}: not started, the time is up", flush=True)
                 right = False
                 continue
+            line = {"block": name, "variant": variant, "shape": dataclasses.asdict(shape)}
+            error, run, errors = "", None, {}
             try:
                 with torch.no_grad():
                     run, formula = build(name, variant, shape)
-                    right &= _check_outputs(task, name, variant, shape, run, formula, first)
-                runs[variant] = run
-            except Exception as error:
+                    errors = _compute_errors(group, task, variant, shape, run, formula, first)
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {raised}"
+                error += "\n" + "".join(traceback.format_exception(raised)[-3:])
+            if _any_failed(group, task, error, **line):
                 right = False
-                text = f"{type(error).__name__}: {error}"
-                place = "".join(traceback.format_exception(error)[-3:])
-                record(
-                    task.what,
-                    "cuda",
-                    f"{name}, {variant}: FAILED {text}\n{place}",
-                    block=name,
-                    variant=variant,
-                    error=text[:2000],
-                )
+            else:
+                runs[variant] = run
+                right &= _record_errors(group, task, errors, **line)
             run = formula = None  # type: ignore[assignment]
             gc.collect()
             torch.cuda.empty_cache()
         if task.calls:
             for count in task.tokens:
                 with torch.no_grad():
-                    _compare_times(task, name, shape, runs, count)
+                    right &= _compare_times(group, task, name, shape, runs, capture, count)
         runs.clear()
         first.clear()
         close()
@@ -472,90 +531,148 @@ def on_gpu(task: Task, build: Build, close: Callable[[], None]) -> bool:
     return right
 
 
-def _check_outputs(
+def _record(group: Group, task: Task, text: str, **line: Any) -> None:
+    """Record a line on rank 0. `line` has the names "block" and "variant" at least."""
+    if group.rank == 0:
+        text = f"{line['block']}, {line['variant']}{text}"
+        record(task.what, "cuda", text, gpus=group.size, **line)
+
+
+def _any_failed(group: Group, task: Task, error: str, **line: Any) -> bool:
+    """Whether a variant raised on any rank. The first error is recorded."""
+    errors = [(rank, text) for rank, text in enumerate(group.all_gather(error[:6000])) if text]
+    if errors:
+        rank, text = errors[0]
+        _record(group, task, f": FAILED on rank {rank}: {text}", **line, error=text, rank=rank)
+    return bool(errors)
+
+
+def own_tokens(group: Group, count: int) -> slice:
+    """Return this rank's part of `count` tokens."""
+    part = count // group.size
+    return slice(group.rank * part, (group.rank + 1) * part)
+
+
+def run_variant(
+    group: Group,
+    variant: str,
+    run: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """Return a variant's outputs of its tokens: this rank's own with "dp", else all."""
+    part = slice(None)
+    if split_variant(variant)[1] == "dp":
+        part = own_tokens(group, len(x))
+    return run(x[part].clone(), ids[part])
+
+
+def _compute_errors(
+    group: Group,
     task: Task,
-    name: str,
     variant: str,
     shape: Shape,
     run: Callable[..., torch.Tensor],
     formula: Formula,
     first: dict[int, torch.Tensor],
-) -> bool:
-    """Record the errors of a variant; `first` gets the outputs of the first one that ran."""
-    right = True
+) -> dict[str, list[str]]:
+    """Return a variant's errors in this rank's part of the tokens, by number of tokens.
+
+    They are relative errors, of all rows and of the median row, and the difference from the
+    outputs of the first variant that ran, which `first` gets.
+    """
+    errors = {}
     for count in task.tokens:
         torch.manual_seed(1 + count)
         x, ids = draw_tokens(count, shape, "cuda")
-        out = run(x.clone(), ids).float()
-        expected = formula(x.float(), ids)
+        own = own_tokens(group, count)
+        out = run_variant(group, variant, run, x, ids).float()
+        out = out if len(out) < count else out[own]
+        expected = formula(x[own].float(), ids[own])
         rows = (out - expected).norm(dim=1) / expected.norm(dim=1)
         error = relative_error(out, expected)
         differs = relative_error(out, first.setdefault(count, out))
+        errors[str(count)] = [str(each) for each in (error, float(rows.median()), differs)]
+    return errors
+
+
+def _record_errors(group: Group, task: Task, errors: dict[str, list[str]], **line: Any) -> bool:
+    """Record a variant's errors, the largest of all ranks; return whether they are tolerable."""
+    right, by_rank = True, group.all_gather(errors)  # as text, because JSON has no NaN
+    for count in task.tokens:
+        rows = [[float(each) for each in of_rank[str(count)]] for of_rank in by_rank]
+        error, median, differs = torch.tensor(rows, dtype=torch.float64).amax(0).tolist()
         right &= error <= TOLERANCE  # False also for NaN
-        record(
-            task.what,
-            "cuda",
-            f"{name}, {variant}, {count} tokens: relative error {error:.4f}, of the median row "
-            f"{float(rows.median()):.4f}, from the first variant {differs:.4f}",
-            block=name,
-            variant=variant,
-            shape=dataclasses.asdict(shape),
+        _record(
+            group,
+            task,
+            f", {count} tokens: relative error {error:.4f}, of the median row {median:.4f}, from "
+            f"the first variant {differs:.4f}",
+            **line,
             tokens=count,
             relative_error=error,
-            median_row_error=float(rows.median()),
+            median_row_error=median,
             difference_from_first=differs,
         )
     return right
 
 
 def _compare_times(
+    group: Group,
     task: Task,
     name: str,
     shape: Shape,
     runs: Mapping[str, Callable[..., torch.Tensor]],
+    capture: Capture,
     count: int,
     rounds: int = 15,
-) -> None:
+) -> bool:
     """Record the median time of a call of each variant, measured alternately in CUDA graphs.
 
-    Blocks may write their result into their input, so each call copies it first. "copy" is the time
-    of that copy, which every variant's time contains.
+    A round's time is that of its slowest rank. Blocks may write their result into their input, so
+    each call copies it first. "copy" is the time of that copy of all tokens.
+
+    Returns:
+        Whether every variant could be captured.
     """
     torch.manual_seed(2 + count)
     calls = task.calls if count <= 1024 else max(1, task.calls // 4)
     batches = [draw_tokens(count, shape, "cuda") for _ in range(calls)]
     replays: dict[str, Callable[[], None]] = {}
     for variant, run in {"copy": lambda x, ids: x, **runs}.items():
+        call, error = functools.partial(run_variant, group, variant, run), ""
+        captures = group.size > 1 and variant in runs
         try:
-            replays[variant] = _capture(run, batches)
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            record(
-                task.what,
-                "cuda",
-                f"{name}, {variant}, {count} tokens: no graph: {text}",
-                block=name,
-                variant=variant,
-                tokens=count,
-                error=text[:2000],
-            )
+            context = capture(variant) if captures else contextlib.nullcontext()
+            replays[variant] = _capture(call, batches, context)
+            if captures:
+                _captured.append(replays[variant])
+        except Exception as raised:
+            error = f"no graph: {type(raised).__name__}: {raised}"
+        line = {"block": name, "variant": variant, "tokens": count}
+        if _any_failed(group, task, error, **line, shape=dataclasses.asdict(shape)):
+            replays.pop(variant, None)
     times: dict[str, list[float]] = {variant: [] for variant in replays}
+    token = torch.zeros(1, device="cuda")
     for round_ in range(rounds + 2):
         for variant, replay in replays.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if group.size > 1:  # ranks begin together, after the CPU has launched everything
+                torch.cuda._sleep(1_000_000)
+                torch.distributed.all_reduce(token)
             begin.record()
             replay()
             end.record()
             end.synchronize()
             if round_ >= 2:
                 times[variant].append(begin.elapsed_time(end) * 1000 / calls)
-    for variant, values in times.items():
+    for variant, of_rank in times.items():
+        values = [max(each) for each in zip(*group.all_gather(of_rank), strict=True)]
         median = statistics.median(values)
-        record(
-            task.what,
-            "cuda",
-            f"{name}, {variant}, {count} tokens: {median:.1f} us a call ({min(values):.1f} to "
-            f"{max(values):.1f})",
+        _record(
+            group,
+            task,
+            f", {count} tokens: {median:.1f} us a call ({min(values):.1f} to {max(values):.1f})",
             block=name,
             variant=variant,
             shape=dataclasses.asdict(shape),
@@ -567,49 +684,52 @@ def _compare_times(
         )
     if task.profile:
         for variant, replay in replays.items():
-            _record_kernels(task.what, name, variant, count, calls, replay)
+            group.barrier()
+            line = {"block": name, "variant": variant, "tokens": count, "calls": calls}
+            _record_kernels(group, task, replay, **line)
+    return len(replays) == len(runs) + 1
 
 
-def _record_kernels(
-    what: str, name: str, variant: str, count: int, calls: int, replay: Callable[[], None]
-) -> None:
-    """Record the us of a call by kernel, and keep the trace of the graph."""
+def _record_kernels(group: Group, task: Task, replay: Callable[[], None], **line: Any) -> None:
+    """Record the us of a call by kernel on rank 0, and keep its trace of the graph."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         replay()
         torch.cuda.synchronize()
-    trace = OUT / f"trace-{variant}-{count}.json.gz"
+    if group.rank != 0:
+        return
+    trace = OUT / f"trace-{line['variant']}-{line['tokens']}.json.gz"
     profiler.export_chrome_trace(str(trace))
-    result = summed(kernels(trace), calls)
+    result = summed(kernels(trace), line["calls"])
     lines = (f"    {us:8.2f} {kernel[:120]}" for kernel, us in result["kernels"].items())
-    record(
-        what,
-        "cuda",
-        f"{name}, {variant}, {count} tokens, us of a call by kernel: {result['us']:.1f} in all, "
+    _record(
+        group,
+        task,
+        f", {line['tokens']} tokens, us of a call by kernel: {result['us']:.1f} in all, "
         f"{result['span']:.1f} from the first to the last\n" + "\n".join(lines),
-        block=name,
-        variant=variant,
-        tokens=count,
-        calls=calls,
+        **line,
         result=result,
     )
 
 
 def _capture(
-    run: Callable[..., torch.Tensor], batches: list[tuple[torch.Tensor, torch.Tensor]]
+    run: Callable[..., torch.Tensor],
+    batches: list[tuple[torch.Tensor, torch.Tensor]],
+    context: contextlib.AbstractContextManager[Any],
 ) -> Callable[[], None]:
-    """Return a function that replays a CUDA graph with a call for each batch."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for x, ids in batches[:2]:
-            run(x.clone(), ids)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
+    """Return a function that replays a CUDA graph, captured in `context`, with all batches."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for x, ids in batches:
-            run(x.clone(), ids)
+    with context:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for x, ids in batches[:2]:
+                run(x, ids)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for x, ids in batches:
+                run(x, ids)
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay
@@ -621,6 +741,7 @@ def main(
     compare: Callable[..., Any],
     compare_on_gpu: Callable[..., bool],
     variants: Mapping[str, str],
+    layouts: Mapping[str, str],
     **environment: str,
 ) -> int:
     """Compare blocks, and return the exit status: 1 if an error is above the tolerance.
@@ -629,8 +750,9 @@ def main(
         about: Description of the command.
         names: Blocks.
         compare: `compare(group, names)` returns each block's error on a CPU rank.
-        compare_on_gpu: `compare_on_gpu(group, task)` returns whether all are right on one GPU.
-        variants: Ways to run a block on a GPU, and what each is.
+        compare_on_gpu: `compare_on_gpu(group, task)` returns whether all are right on GPUs.
+        variants: Kernels that run a block on a GPU, and what each is.
+        layouts: Suffixes of the engine's own kernels on several GPUs, and what each is.
         **environment: Variables of CPU ranks.
     """
     parser = argparse.ArgumentParser(description=about)
@@ -639,9 +761,12 @@ def main(
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4], help="of CPUs")
     listed = "; ".join(names)
     parser.add_argument("--names", nargs="*", help=f"or before the comma (default: all): {listed}")
-    what = "; ".join(f"{name}: {text}" for name, text in variants.items())
+    what = "; ".join(f"{name}: {text}" for name, text in (*variants.items(), *layouts.items()))
     parser.add_argument("--variants", nargs="*", default=["weft"], help=f"on a GPU: {what}")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[8, 64, 256, 4096])
+    parser.add_argument("--gpus", type=int, default=1, help="ranks with a GPU each")
+    parser.add_argument(
+        "--tokens", type=int, nargs="*", default=[8, 64, 256, 4096], help="of all GPUs together"
+    )
     parser.add_argument(
         "--calls", type=int, help="in a CUDA graph; 0: no times (default: speed 20)"
     )
@@ -656,9 +781,14 @@ def main(
     wanted = args.names or (measured if speed else families)
     args.names = [name for name, family in families.items() if {name, family} & {*wanted}]
     args.calls = 20 * speed if args.calls is None else args.calls
-    if unknown := set(args.variants) - {*variants}:
-        parser.error(f"no variant {', '.join(unknown)}; there are {', '.join(variants)}")
+    own = [name + layout for name in variants for layout in layouts if name not in OF_WEFT]
+    if unknown := set(args.variants) - {*variants, *own}:
+        parser.error(f"no variant {', '.join(unknown)}; there are {', '.join((*variants, *own))}")
     if args.device == "cuda":
+        if len(gpu_names()) < args.gpus:
+            parser.error(f"--gpus {args.gpus}, but the machine has {len(gpu_names())} GPUs")
+        if uneven := [count for count in args.tokens if count % args.gpus]:
+            parser.error(f"--tokens {uneven}: not multiples of --gpus {args.gpus}")
         end = time.monotonic() + args.seconds
         task = Task(
             args.what,
@@ -670,7 +800,8 @@ def main(
             end,
         )
         limit = min(args.seconds + 120, 3600.0)
-        return int(not all(launch(compare_on_gpu, task, ranks=1, device="cuda", timeout=limit)))
+        ranks = args.gpus
+        return int(not all(launch(compare_on_gpu, task, ranks=ranks, device="cuda", timeout=limit)))
     os.environ |= environment | {"TORCHDYNAMO_DISABLE": "1"}
     worst = 0.0
     for ranks in args.ranks:

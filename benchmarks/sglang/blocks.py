@@ -3,7 +3,7 @@
 
 No server runs: each rank builds the blocks alone, loads random experts through SGLang's loaders,
 and passes its tokens to them. CPU ranks run small blocks, because SGLang has no CPU attention for
-these models. With --device cuda, one GPU runs blocks of the published size, also by SGLang's own
+these models. With --device cuda, --gpus run blocks of the published size, also by SGLang's own
 kernels, and --calls measures them in CUDA graphs. The exit status is 1 if a block's relative error
 is above 5 %; rounding rows to FP8 takes 3 to 4.5 %.
 """
@@ -40,11 +40,16 @@ VARIANTS = {
     "triton_kernel": "MXFP4 experts: triton_kernels, SGLang's choice for GPT-OSS",
     "fp8_triton": "MXFP4 experts as FP8: SGLANG_DSV4_FP4_DEQUANT=1",
     "fp8_deep_gemm": "the same with DeepGEMM",
+    "dispatcher": "MXFP4 experts as FP8: weft moves tokens, SGLang's Triton runs the experts",
 }
+LAYOUTS = {"-ep": "of several GPUs, each with all tokens and whole experts instead of TP"}
 
 
-def set_up(group: weft.Group, device: str = "cpu") -> Any:
-    """Start SGLang's process groups with weft's plug-in, as a server's scheduler does."""
+def set_up(group: weft.Group, device: str = "cpu", layout: str = "dp") -> Any:
+    """Start SGLang's process groups with weft's plug-in, as a server's scheduler does.
+
+    Returns SGLang's context, in which they are used. "dp" is weft's layout.
+    """
     from sglang.srt import runtime_context
     from sglang.srt.plugins import load_plugins
 
@@ -60,35 +65,38 @@ def set_up(group: weft.Group, device: str = "cpu") -> Any:
     if device == "cuda":
         sizes = {"cuda_graph_max_bs_decode": DECODE, "chunked_prefill_size": PREFILL}
         sizes |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
+    gpu = rank if device == "cuda" else 0
+    if layout == "dp":
+        sizes |= {"attn_dp_size": size, "moe_a2a_backend": "weft"}
+    else:
+        sizes |= {"ep_size": size if layout == "ep" else 1, "disable_shared_experts_fusion": True}
     flags = ServerArgs(
         model_path=str(CHECKPOINT),
         device=device,
         dtype="bfloat16",
         tp_size=size,
-        attn_dp_size=size,
-        moe_a2a_backend="weft",
         moe_runner_backend="triton",
         skip_tokenizer_init=True,
         **sizes,
     )
-    ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=0)
-    runtime_context.publish(flags, role="scheduler", ranks=ranks)
-    init_distributed_environment(
-        backend="gloo" if device == "cpu" else "nccl",
-        world_size=size,
-        rank=rank,
-        local_rank=0,
-        distributed_init_method=f"tcp://127.0.0.1:{port}",
-        timeout=60,
-        moe_a2a_backend="weft",
-        recovered_rank=False,
-    )
-    initialize_model_parallel()
-    initialize_dp_attention(server_args=flags)
-    initialize_moe_config()
+    ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=gpu)
+    context = runtime_context.create_context(flags, role="scheduler", ranks=ranks)
+    with runtime_context.use_context(context):
+        init_distributed_environment(
+            backend="gloo" if device == "cpu" else "nccl",
+            world_size=size,
+            rank=rank,
+            local_rank=gpu,
+            distributed_init_method=f"tcp://127.0.0.1:{port}",
+            timeout=60,
+            recovered_rank=False,
+        )
+        initialize_model_parallel()
+        initialize_dp_attention(server_args=flags)
+        initialize_moe_config()
     if device == "cpu":
         replace_gpu_kernels()
-    return flags
+    return context
 
 
 def replace_gpu_kernels() -> None:
@@ -142,7 +150,7 @@ def deepseek_v4(layer: int, shape: Shape, variant: str = "weft") -> Block:
     config, theirs = moe_blocks.deepseek_v4(layer, shape)
     set_fields(config, num_hash_layers=3, n_group=1, topk_group=1)
     quantization = Fp8Config(True, "dynamic", ["shared_experts"], [128, 128], is_fp4_experts=True)
-    quantization.dequant_fp4_to_fp8 = variant.startswith("fp8")
+    quantization.dequant_fp4_to_fp8 = variant.startswith(("fp8", "dispatcher"))
     with bfloat16_by_default():
         block = DeepseekV2MoE(
             config=config,
@@ -323,51 +331,70 @@ BLOCKS: dict[str, Callable[..., Block]] = {
 
 def compare(group: weft.Group, names: list[str]) -> dict[str, float]:
     """Return each block's relative error on this CPU rank's tokens."""
-    flags, errors = set_up(group), {}
+    context, errors = set_up(group), {}
+    from sglang.srt.runtime_context import use_context
+
     from weft.plugins.sglang import engine
 
     for name in names:
         torch.manual_seed(0)  # every rank draws the same model
-        block, formula = BLOCKS[name](SMALL)
-        add_to_weft(block, flags)
-        torch.manual_seed(1 + group.rank)
-        # SGLang's top-k takes no empty batch on CPUs. Where SGLang calls it, ranks have tokens.
-        fewest = int(name.startswith(CALLERS))
-        counts = [max(count, fewest) for count in COUNTS[: group.size]]
-        set_counts(counts)
-        run = functools.partial(run_block, block, name)
-        errors[name] = moe_blocks.compare_block(run, formula, counts[group.rank], SMALL)
+        with use_context(context):
+            block, formula = BLOCKS[name](SMALL)
+            add_to_weft(block, context.server_args)
+            torch.manual_seed(1 + group.rank)
+            # SGLang's top-k takes no empty batch on CPUs. Where SGLang calls it, ranks have tokens.
+            fewest = int(name.startswith(CALLERS))
+            counts = [max(count, fewest) for count in COUNTS[: group.size]]
+            set_counts(counts)
+            run = functools.partial(run_block, block, name)
+            errors[name] = moe_blocks.compare_block(run, formula, counts[group.rank], SMALL)
         engine.close()
     return errors
 
 
 def compare_on_gpu(group: weft.Group, task: Task) -> bool:
     """Return whether all blocks are right on this rank's GPU."""
-    torch.cuda.set_device(0)
-    flags = set_up(group, "cuda")
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.runtime_context import use_context
+
+    create = functools.partial(set_up, group, "cuda")
+    layouts = moe_blocks.Layouts(group, parallel_state, create)
     from weft.plugins.sglang import engine
 
     def build(name: str, variant: str, shape: Shape) -> tuple[Callable[..., Any], Formula]:
         """Build a block as SGLang's loader does, and return its forward function and formula."""
-        options = {"variant": variant} if name.startswith("deepseek_v4") else {}
-        with use_backend(variant), bfloat16_by_default():
+        kernels = moe_blocks.split_variant(variant)[0]
+        options = {"variant": kernels} if name.startswith("deepseek_v4") else {}
+        os.environ["WEFT_SGLANG_FORM"] = "dispatcher" if kernels == "dispatcher" else "block"
+        context = layouts.activate(variant)
+        with use_context(context), use_backend(kernels), bfloat16_by_default():
             with torch.device("cuda"):
                 block, formula = BLOCKS[name](shape, **options)
             for module in block.modules():
                 method = getattr(module, "quant_method", None)
                 if hasattr(method, "process_weights_after_loading"):
                     method.process_weights_after_loading(module)
-        if variant == "weft":
-            add_to_weft(block, flags)
+            if kernels in moe_blocks.OF_WEFT:
+                add_to_weft(block, context.server_args)
 
         def run(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            set_counts([len(x)])
-            with use_backend(variant), capture_mode():
+            set_counts([len(x)] * group.size)
+            with use_context(layouts.activate(variant)), use_backend(kernels), capture_mode():
                 return run_block(block, name, x, ids)
 
         return run, formula
 
-    return moe_blocks.on_gpu(task, build, engine.close)
+    @contextlib.contextmanager
+    def capture(variant: str) -> Iterator[None]:
+        with use_context(layouts.activate(variant)):
+            moe_blocks.check_all_reduce(variant, parallel_state.get_tp_group().ca_comm)
+            with parallel_state.graph_capture():
+                yield
+
+    return moe_blocks.on_gpu(group, task, build, capture, engine.close)
 
 
 def add_to_weft(block: nn.Module, flags: Any) -> None:
@@ -376,11 +403,11 @@ def add_to_weft(block: nn.Module, flags: Any) -> None:
 
     from weft.plugins.sglang import engine
 
-    runner = {"model": nn.ModuleList([block]), "server_args": flags, "gpu_id": 0}
+    device = next(block.parameters()).device
+    runner = {"model": nn.ModuleList([block]), "server_args": flags, "gpu_id": device.index}
     runner |= {"is_draft_worker": False}
     runner |= {"memory_saver_adapter": TorchMemorySaverAdapter.create(enable=False)}
-    device = next(block.parameters()).device.type
-    engine.after_load_model(None, SimpleNamespace(device=device, **runner))
+    engine.after_load_model(None, SimpleNamespace(device=device.type, **runner))
 
 
 def set_counts(counts: list[int]) -> None:
@@ -400,7 +427,8 @@ def use_backend(variant: str) -> Iterator[None]:
     from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
     from sglang.srt.runtime_context import get_exec, get_flags
 
-    runner = "auto" if variant.startswith("fp8") else variant
+    runner = "auto" if variant.startswith(("fp8", "dispatcher")) else variant
+    a2a = "weft" if variant == "dispatcher" else "none"
     chooses, name = Fp8MoEMethod, "is_deepgemm_moe_runner_backend_enabled"
     kept = chooses.__dict__[name]
     if variant == "fp8_deep_gemm":  # with this conversion SGLang refuses any other flag than auto
@@ -408,9 +436,9 @@ def use_backend(variant: str) -> Iterator[None]:
     try:
         with (
             get_flags().moe.override(
-                a2a_backend=MoeA2ABackend("none"), runner_backend=resolve_moe_runner_backend(runner)
+                a2a_backend=MoeA2ABackend(a2a), runner_backend=resolve_moe_runner_backend(runner)
             ),
-            get_exec().moe.override(moe_a2a_backend="none", moe_runner_backend=runner),
+            get_exec().moe.override(moe_a2a_backend=a2a, moe_runner_backend=runner),
         ):
             yield
     finally:
@@ -438,13 +466,15 @@ def run_block(block: Any, name: str, x: torch.Tensor, ids: torch.Tensor) -> torc
 
 
 def main() -> int:
-    """Compare the blocks on CPU ranks or a GPU."""
+    """Compare the blocks on CPU ranks or GPUs."""
     # SGLang has fused routers for GPUs alone.
     kernels = ("FUSED_HASH_TOPK", "BF16_ROUTER_GEMM")
     environment = {f"SGLANG_OPT_USE_{kernel}": "0" for kernel in kernels}
     environment["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ["SGLANG_PLUGINS"] = "weft"
-    return moe_blocks.main(str(__doc__), BLOCKS, compare, compare_on_gpu, VARIANTS, **environment)
+    return moe_blocks.main(
+        str(__doc__), BLOCKS, compare, compare_on_gpu, VARIANTS, LAYOUTS, **environment
+    )
 
 
 if __name__ == "__main__":

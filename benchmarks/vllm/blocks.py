@@ -3,7 +3,7 @@
 
 No server runs: each rank builds the blocks alone, loads random experts through vLLM's loaders, and
 passes its tokens to them. CPU ranks run small blocks, because vLLM has no CPU attention for these
-models. With --device cuda, one GPU runs blocks of the published size, also by vLLM's own kernels,
+models. With --device cuda, --gpus run blocks of the published size, also by vLLM's own kernels,
 and --calls measures them in CUDA graphs. The exit status is 1 if a block's relative error is above
 5 %; rounding rows to FP8 takes 3 to 4.5 %.
 """
@@ -37,9 +37,13 @@ VARIANTS = {
     "humming": "MXFP4 experts: Humming",
     "triton_unfused": "MXFP4 experts: Triton",
 }
+LAYOUTS = {
+    "-ep": "of several GPUs, each with all tokens and whole experts instead of TP",
+    "-dp": "of several GPUs, each with tokens of its own, which vLLM gathers, and whole experts",
+}
 
 
-def set_up(group: weft.Group, device: str = "cpu") -> Any:
+def set_up(group: weft.Group, device: str = "cpu", layout: str = "dp") -> Any:
     """Start vLLM's process groups with weft's plug-in, as a worker does; return a VllmConfig."""
     group.process_group()  # vLLM keeps torch's default group
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
@@ -48,17 +52,18 @@ def set_up(group: weft.Group, device: str = "cpu") -> Any:
 
     load_general_plugins()
     os.environ["RANK"] = str(group.rank)
+    ranks = "data_parallel_size" if layout == "dp" else "tensor_parallel_size"
     config = VllmConfig(
         parallel_config=ParallelConfig(
-            data_parallel_size=group.size,
-            enable_expert_parallel=group.size > 1,
+            enable_expert_parallel=group.size > 1 and layout != "tp",
             distributed_executor_backend="external_launcher",
+            **{ranks: group.size},
         )
     )
     with set_current_vllm_config(config):
         backend = "gloo" if device == "cpu" else "nccl"
         init_distributed_environment(group.size, group.rank, "env://", group.rank, backend)
-        initialize_model_parallel()
+        initialize_model_parallel(config.parallel_config.tensor_parallel_size)
     config.model_config = SimpleNamespace(
         dtype=torch.bfloat16,
         enforce_eager=True,
@@ -259,27 +264,41 @@ def compare(group: weft.Group, names: list[str]) -> dict[str, float]:
 
 def compare_on_gpu(group: weft.Group, task: Task) -> bool:
     """Return whether all blocks are right on this rank's GPU."""
-    torch.cuda.set_device(0)
-    config = set_up(group, "cuda")
+    from vllm.distributed import parallel_state
     from vllm.forward_context import set_forward_context
     from vllm.v1.worker.workspace import init_workspace_manager
 
+    create = functools.partial(set_up, group, "cuda")
+    layouts = moe_blocks.Layouts(group, parallel_state, create)
+    layouts.activate("weft")  # loads weft's plug-in
     from weft.plugins.vllm import engine
 
-    init_workspace_manager(torch.device("cuda"))
+    init_workspace_manager(group.device)
 
     def build(name: str, variant: str, shape: Shape) -> tuple[Callable[..., Any], Formula]:
         """Build a block as vLLM's loader does, and return its forward function and formula."""
-        with use_backend(variant, config):
+        config, kernels = layouts.activate(variant), moe_blocks.split_variant(variant)[0]
+        with use_backend(kernels, config):
             block, formula = build_block(name, config, shape, variant, "cuda")
 
         def run(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            with set_forward_context(None, config, len(x)):
+            config = layouts.activate(variant)
+            size = config.parallel_config.data_parallel_size
+            counts = torch.full((size,), len(x)) if size > 1 else None
+            with set_forward_context(None, config, len(x), counts):
                 return run_block(block, name.startswith("deepseek"), x, ids)
 
         return run, formula
 
-    return moe_blocks.on_gpu(task, build, engine.close)
+    @contextlib.contextmanager
+    def capture(variant: str) -> Iterator[None]:
+        layouts.activate(variant)
+        communicator = parallel_state.get_tp_group().device_communicator  # None for one rank
+        moe_blocks.check_all_reduce(variant, getattr(communicator, "ca_comm", None))
+        with parallel_state.graph_capture(group.device):
+            yield
+
+    return moe_blocks.on_gpu(group, task, build, capture, engine.close)
 
 
 def build_block(name: str, config: Any, shape: Shape, root: str, device: str = "cpu") -> Block:
@@ -320,10 +339,10 @@ def run_block(block: Any, by_token: bool, x: torch.Tensor, ids: torch.Tensor) ->
 
 
 def main() -> int:
-    """Compare the blocks on CPU ranks or a GPU."""
+    """Compare the blocks on CPU ranks or GPUs."""
     os.environ["WEFT_VLLM"] = "block"
     return moe_blocks.main(
-        str(__doc__), BLOCKS, compare, compare_on_gpu, VARIANTS, VLLM_TARGET_DEVICE="cpu"
+        str(__doc__), BLOCKS, compare, compare_on_gpu, VARIANTS, LAYOUTS, VLLM_TARGET_DEVICE="cpu"
     )
 
 

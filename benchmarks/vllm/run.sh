@@ -17,5 +17,5 @@ entry_points vllm.general_plugins 'weft_random = random_weights:register'
 
 # What reads grammars, chats and tools is not in the pack.
 export ENGINE_STUBS=mistral_common,anthropic,openai_harmony,llguidance,outlines_core,xgrammar,mcp,lmformatenforcer,soundfile,datasets
-export WEFT_LOG=info VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$home/cache}
+export WEFT_LOG=info VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_FLASHINFER_ALLREDUCE_BACKEND=trtllm VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$home/cache}
 measure "$@"
