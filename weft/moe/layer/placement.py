@@ -74,9 +74,10 @@ class LayerPlacement:
             living = self._exchange.living_mask
             dead = [r for r in range(self._exchange.ep_size) if not living >> r & 1]
             raise ExpertsLost(
-                f"ranks {dead} have exited, and no other rank holds experts {self.lost_experts}: "
-                "relocate them from a checkpoint (weights=), give experts replicas on other ranks, "
-                "or build the layer with missing='drop', which drops their ids"
+                f"ranks {dead} have exited or were not joined yet, and no other rank holds experts "
+                f"{self.lost_experts}: relocate them from a checkpoint (weights=), give experts "
+                "replicas on other ranks, or build the layer with missing='drop', which drops "
+                "their ids"
             )
 
     def check_sizes(self, replicas: Replicas) -> None:
