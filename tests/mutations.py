@@ -229,7 +229,7 @@ GEMM = {
         _gemm("mainloop_fp8.cuh", "mainloop_split", r"next == 0 \? parity \^ 1 : parity", "parity",
               "overrun|" + WRONG, block_m=256, k=1152),
     "a tile starts in the first stage of the ring":
-        _gemm("mainloop_fp8.cuh", "mainloop_split", r"\? 0 : pipeline\.stage", "? 0 : 0",
+        _gemm("mainloop_fp8.cuh", "first_stage", r"\? 0 : pipeline\.stage", "? 0 : 0",
               STUCK, block_m=256),
     "both blocks have the scales of the first":
         _gemm("mainloop_fp8.cuh", "NormalScales::read_split", r"rows\[block\]", "rows[0]",
@@ -328,9 +328,6 @@ GEMM = {
         _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4_unrolled",
               r"(multiply_packed[^;]*;) (release_stage[^;]*;)", r"\2 \1",
               **MXFP4 | {"block_m": 32}),
-    "every tile of the unrolled loop starts in the first stage":
-        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4_unrolled", r"\? 0 : pipeline\.stage", "? 0 : 0",
-              STUCK, **MXFP4 | {"block_m": 32}),
     "of up to sixteen rows, eight are multiplied":
         _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4", r"valid_m <= N / 2", "valid_m <= N",
               **MXFP4 | {"block_m": 32}),

@@ -148,16 +148,33 @@ WEFT_FN void mainloop_normal(GemmShared<S>& smem, PipelineState<S.stages>& pipel
     pipeline.advance();
 }
 
-// Whether every tile starts in the first stage: all tiles pass through whole rings.
-template <GemmShape S> constexpr bool starts_in_first_stage() {
-    return S.k_blocks() % S.stages == 0;
+// The first stage of a tile: a constant if all tiles pass through whole rings.
+template <GemmShape S> WEFT_FN u32 first_stage(const PipelineState<S.stages>& pipeline) {
+    return S.k_blocks() % S.stages == 0 ? 0 : pipeline.stage;
+}
+
+// Calls visit(stage, parity) for every k block of a tile. The loop is unrolled over the ring, so
+// that addresses of stages are constants.
+template <GemmShape S, class Visit>
+WEFT_FN void for_stages(PipelineState<S.stages>& pipeline, const Visit& visit) {
+    constexpr bool whole_rings = S.k_blocks() % S.stages == 0;
+    u32 first = first_stage<S>(pipeline), parity = pipeline.parity;
+#pragma unroll 1
+    for (u32 k = 0; k < S.k_blocks(); first = 0, parity ^= 1) {
+#pragma unroll
+        for (u32 stage = 0; stage < S.stages; ++stage) {
+            if (!whole_rings && (stage < first || k == S.k_blocks())) continue;
+            ++k;
+            visit(stage, parity);
+        }
+    }
+    pipeline.advance_by(S.k_blocks());
 }
 
 // The sums leave no registers for two products in flight, so the tensor cores work for the other
 // warpgroup while this one adds. To give the tensor cores the next product soon, the loop is
-// unrolled over the ring, where addresses of stages are constants, and tests the next stage's
-// mbarrier before the last additions: 5 % less time (H200, 1024 rows an expert, 2026-11-28). A
-// warpgroup with only padding rows multiplies nothing.
+// unrolled and tests the next stage's mbarrier before the last additions: 5 % less time (H200, 1024
+// rows an expert, 2026-11-28). A warpgroup with only padding rows multiplies nothing.
 template <GemmShape S>
 WEFT_FN void mainloop_split(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                             const Operands<S>& operands, u32 rank, bool has_rows,
@@ -170,31 +187,23 @@ WEFT_FN void mainloop_split(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
         return;
     }
     const u32 rows = warp_uniform(operands.split_a), weights = warp_uniform(operands.normal_b);
-    u32 first = starts_in_first_stage<S>() ? 0 : pipeline.stage, parity = pipeline.parity;
-    bool complete = smem.full[first].is_complete(parity);
-#pragma unroll 1
-    for (u32 k = 0; k < S.k_blocks(); first = 0, parity ^= 1) {
+    bool complete = smem.full[first_stage<S>(pipeline)].is_complete(pipeline.parity);
+    for_stages<S>(pipeline, [&](u32 stage, u32 parity) {
+        NormalKBlock<S> product;
+        NormalScales<S> scales[2];
+        const u32 offset = descriptor_offset<S>(stage), next = (stage + 1) % S.stages;
+        if (!complete) smem.full[stage].wait(parity);
+        product.issue(rows + offset, weights + offset);
 #pragma unroll
-        for (u32 stage = 0; stage < S.stages; ++stage) {
-            if (!starts_in_first_stage<S>() && (stage < first || k == S.k_blocks())) continue;
-            ++k;
-            NormalKBlock<S> product;
-            NormalScales<S> scales[2];
-            const u32 offset = descriptor_offset<S>(stage), next = (stage + 1) % S.stages;
-            if (!complete) smem.full[stage].wait(parity);
-            product.issue(rows + offset, weights + offset);
-#pragma unroll
-            for (u32 block = 0; block < 2; ++block)
-                scales[block].read_split(operands, smem, stage, block);
-            product.template promote<0>(sum[0], scales[0]);
-            product.issue(rows + offset, weights + offset + weight_tile_bytes / 16);
-            wait_accumulator<0>(product.acc);
-            release_stage(smem, stage, rank);
-            complete = smem.full[next].is_complete(next == 0 ? parity ^ 1 : parity);
-            product.add_to(sum[1], scales[1]);
-        }
-    }
-    pipeline.advance_by(S.k_blocks());
+        for (u32 block = 0; block < 2; ++block)
+            scales[block].read_split(operands, smem, stage, block);
+        product.template promote<0>(sum[0], scales[0]);
+        product.issue(rows + offset, weights + offset + weight_tile_bytes / 16);
+        wait_accumulator<0>(product.acc);
+        release_stage(smem, stage, rank);
+        complete = smem.full[next].is_complete(next == 0 ? parity ^ 1 : parity);
+        product.add_to(sum[1], scales[1]);
+    });
 }
 
 }  // namespace weft
