@@ -150,8 +150,9 @@ def survivor(group: weft.Group, folder: str, device: str, spare: bool) -> dict[s
         while not waiting:
             rounds()
             last_alone = time.monotonic()
-            found = VICTIM in meeting.find_waiting_ranks() if group.rank == meeting.hub else None
-            waiting = group.all_gather(found)[meeting.hub]
+            is_hub = group.rank == meeting.hub
+            has_come = is_hub and VICTIM in meeting.find_waiting_ranks()
+            waiting = group.all_gather(has_come)[meeting.hub]
         group.replace(meeting, timeout=LONG)
         rounds()
         joined = time.monotonic()

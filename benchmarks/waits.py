@@ -160,14 +160,14 @@ def main() -> None:
     times: dict[str, dict[str, list[float]]] = {name: {} for name in trees}
     for _ in range(options.turns):
         for name, tree in trees.items():
-            measured = run_version(tree, options.ranks, threads=options.threads)
-            for case, samples in measured.items():
+            result = run_version(tree, options.ranks, threads=options.threads)
+            for case, samples in result.items():
                 times[name].setdefault(case, []).extend(samples)
     print(f"{'case':24} {'base us':>9} {'new us':>9} {'ratio':>7}   shortest: base, new, ratio")
     for case in times["base"]:
         cells = []
-        for of in (statistics.median, min):
-            base, new = (of(times[name][case]) for name in trees)
+        for statistic in (statistics.median, min):
+            base, new = (statistic(times[name][case]) for name in trees)
             cells.append(f"{base:9.2f} {new:9.2f} {new / base:7.3f}")
         print(f"{case:24} {'   '.join(cells)}")
     if options.json is not None:

@@ -424,8 +424,8 @@ class Task:
 
 Build = Callable[[str, str, Shape], tuple[Callable[..., torch.Tensor], Formula]]
 Capture = Callable[[str], contextlib.AbstractContextManager[Any]]
-OF_WEFT = ("weft", "dispatcher")
-_captured: list[Any] = []  # graphs stay, because peers have mapped memory of theirs
+WEFT_VARIANTS = ("weft", "dispatcher")
+_graphs: list[Any] = []  # graphs stay, because peers have mapped memory of theirs
 
 
 def split_variant(variant: str) -> tuple[str, str]:
@@ -435,7 +435,7 @@ def split_variant(variant: str) -> tuple[str, str]:
     part of each expert. "ep": each rank has all tokens and whole experts.
     """
     kernels, _, layout = variant.partition("-")
-    return kernels, layout or ("dp" if kernels in OF_WEFT else "tp")
+    return kernels, layout or ("dp" if kernels in WEFT_VARIANTS else "tp")
 
 
 class Layouts:
@@ -508,9 +508,9 @@ def on_gpu(
                 with torch.no_grad():
                     run, formula = build(name, variant, shape)
                     errors = _compute_errors(group, task, variant, shape, run, formula, first)
-            except Exception as raised:
-                error = f"{type(raised).__name__}: {raised}"
-                error += "\n" + "".join(traceback.format_exception(raised)[-3:])
+            except Exception as exception:
+                error = f"{type(exception).__name__}: {exception}"
+                error += "\n" + "".join(traceback.format_exception(exception)[-3:])
             if _any_failed(group, task, error, **line):
                 right = False
             else:
@@ -646,9 +646,9 @@ def _compare_times(
             context = capture(variant) if captures else contextlib.nullcontext()
             replays[variant] = _capture(call, batches, context)
             if captures:
-                _captured.append(replays[variant])
-        except Exception as raised:
-            error = f"no graph: {type(raised).__name__}: {raised}"
+                _graphs.append(replays[variant])
+        except Exception as exception:
+            error = f"no graph: {type(exception).__name__}: {exception}"
         line = {"block": name, "variant": variant, "tokens": count}
         if _any_failed(group, task, error, **line, shape=dataclasses.asdict(shape)):
             replays.pop(variant, None)
@@ -781,7 +781,7 @@ def main(
     wanted = args.names or (measured if speed else families)
     args.names = [name for name, family in families.items() if {name, family} & {*wanted}]
     args.calls = 20 * speed if args.calls is None else args.calls
-    own = [name + layout for name in variants for layout in layouts if name not in OF_WEFT]
+    own = [name + layout for name in variants for layout in layouts if name not in WEFT_VARIANTS]
     if unknown := set(args.variants) - {*variants, *own}:
         parser.error(f"no variant {', '.join(unknown)}; there are {', '.join((*variants, *own))}")
     if args.device == "cuda":

@@ -377,7 +377,7 @@ def compare_on_gpu(group: weft.Group, task: Task) -> bool:
                 method = getattr(module, "quant_method", None)
                 if hasattr(method, "process_weights_after_loading"):
                     method.process_weights_after_loading(module)
-            if kernels in moe_blocks.OF_WEFT:
+            if kernels in moe_blocks.WEFT_VARIANTS:
                 add_to_weft(block, context.server_args)
 
         def run(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

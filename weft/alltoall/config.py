@@ -117,7 +117,7 @@ class Offsets:
         """Return the offsets of a Shape."""
         slots, uses_gemm_push = shape.ranks * shape.tokens, shape.combine == "gemm_push"
         counts = header_bytes(shape.ranks) + 2 * round_up(8 * shape.ranks)
-        route = counts + round_up(4 * shape.ranks) + round_up(4 * shape.ranks)
+        route = counts + 2 * round_up(4 * shape.ranks)
         route_bytes = 8 * shape.padded_top_k
         offset = route + round_up(slots * route_bytes)
         planes, pitches = [], []

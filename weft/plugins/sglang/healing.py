@@ -219,12 +219,12 @@ def record_launches(original: Callable[..., None], controller: Any, *args: Any) 
         return mp.Process(target=target, args=args)
 
     namespace["mp"] = SimpleNamespace(Pipe=mp.Pipe, Process=create_process)
-    began = time.monotonic()
+    start = time.monotonic()
     try:
         original(controller, *args)  # returns when all schedulers have loaded
     finally:
         namespace["mp"] = mp
-    _replacements.load_limit = max(MIN_LOAD_LIMIT, LOAD_FACTOR * (time.monotonic() - began))
+    _replacements.load_limit = max(MIN_LOAD_LIMIT, LOAD_FACTOR * (time.monotonic() - start))
 
 
 def replace_dead_ranks(result: Any, controller: Any, ranks: Any) -> None:
