@@ -219,7 +219,8 @@ GEMM = {
         _gemm("mainloop_fp8.cuh", "mainloop_split", r"promote<0>(\(sum\[0\], scales\[0\]\);)",
               r"promote<1>\1 wgmma_wait<0>();", block_m=256),
     "the second block is added before it is complete":
-        _gemm("mainloop_fp8.cuh", "mainloop_split", r"wait_accumulator<0>\(product\.acc\);(.*\);)",
+        _gemm("mainloop_fp8.cuh", "mainloop_split",
+              r"wait_accumulator<0>\(product\.acc\);(.*add_to[^;]*;)",
               r"wgmma_wait<1>();\1 wgmma_wait<0>();", block_m=256),
     "a stage is released before its blocks are complete":
         _gemm("mainloop_fp8.cuh", "mainloop_split",
