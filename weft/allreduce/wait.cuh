@@ -99,7 +99,7 @@ WEFT_FN bool records_waits(const ReduceArgs& a) {
 // was missing last: a time for each peer would take registers of every thread.
 struct Arrival {
     u32 peer = 0;
-    u64 waited_ns = 0;  // 0: nothing was missing, or for less than a tick of the clock
+    u64 waited_ns = 0;  // 0: nothing was missing after untimed_polls, or for less than a tick
 };
 
 // Records a wait. That for a call's first vectors is skew, and a later one transfer. A barrier of
@@ -133,7 +133,7 @@ WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 toke
             if (records && wait.start != 0) arrival = {wait.peer, now_ns() - wait.start};
             return true;
         }
-        if (records && wait.start == 0) wait.start = now_ns();
+        if (records && wait.start == 0 && polls > untimed_polls) wait.start = now_ns();
         wait.peer = first_of(missing);
         while (polls_one && !records && polls % polls_per_check != 0 &&
                !is_ready(poll_vector(slots.at(me, wait.peer)))) {

@@ -204,8 +204,8 @@ struct WaitTimes {
 // this rank add to them, and readers may see some words of a wait without the others.
 struct PeerWaits {
     u64 epoch;           // of the last wait
-    WaitTimes skew;      // until the peer began; counts every wait, also for a flag that was there
-    WaitTimes transfer;  // after the peer had begun; counts only waits that lasted
+    WaitTimes skew;      // until the peer began
+    WaitTimes transfer;  // after the peer had begun
 };
 
 // The epoch state, which every kernel reads first, in one 16-byte load.

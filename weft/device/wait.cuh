@@ -236,14 +236,13 @@ struct SpinWait {
     u32 polls = 0;           // that have failed
     bool is_timed = false;   // whether the caller records the duration
 
-    // The time from the first poll to the last one, 0 if the first one succeeded. Only for a timed
-    // wait.
-    WEFT_FN u64 waited_ns() const { return polls == 0 ? 0 : end - start; }
+    // The duration of a timed wait after its first untimed_polls, or 0.
+    WEFT_FN u64 waited_ns() const { return polls <= untimed_polls ? 0 : end - start; }
 
     // Call after each poll, before the branch that ends the loop: the lanes of a warp leave the
     // loop together, so after it a lane would see the end of the longest wait among them.
     WEFT_FN void take_time() {
-        if (is_timed && polls != 0) end = now_ns();
+        if (is_timed && polls > untimed_polls) end = now_ns();
     }
 
     // False when the wait has failed; the reason is recorded then.
@@ -253,7 +252,7 @@ struct SpinWait {
     // The same; `describe` returns the Wait and is called only for a check.
     template <class Describe>
     WEFT_FN bool keep_waiting_for(Header& header, const Site& site, const Describe& describe) {
-        if (is_timed && polls == 0) start = now_ns();
+        if (is_timed && polls == untimed_polls) start = now_ns();
         if (++polls % polls_per_check == 0) {
             if (start == 0) start = now_ns();
             if (wait_failed(header, site, describe(), start)) return false;
@@ -286,9 +285,9 @@ WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, P
 }
 
 WEFT_FN void record_duration(WaitTimes& times, u64 ns) {
+    if (ns == 0) return;
     const u32 bucket = bit_width(ns >> 10);
     add_relaxed(&times.counts[bucket < wait_buckets ? bucket : wait_buckets - 1], 1ull);
-    if (ns == 0) return;
     add_relaxed(&times.total_ns, ns);
     raise_to(&times.max_ns, ns);
 }
@@ -297,20 +296,22 @@ WEFT_FN PeerWaits& waits_for(Header& header, Phase phase, u32 peer) {
     return header.waits[phase == Phase::combine][peer];
 }
 
-// Records a finished wait for a peer. One thread does so for each peer, once in each phase of a
-// round. The additions return nothing, so no thread waits for them.
+// Records a finished wait for a peer, if it was long enough to be timed. One thread does so for
+// each peer, once in each phase of a round. The additions return nothing, so no thread waits for
+// them.
 // transfer_ns: the part of waited_ns after the peer had begun, as far as the protocol tells.
 WEFT_FN void record_wait(Header& header, Phase phase, u64 epoch, u32 peer, u64 waited_ns,
                          u64 transfer_ns = 0) {
+    if (waited_ns == 0) return;
     PeerWaits& waits = waits_for(header, phase, peer);
     record_duration(waits.skew, waited_ns - transfer_ns);
-    if (transfer_ns != 0) record_duration(waits.transfer, transfer_ns);
+    record_duration(waits.transfer, transfer_ns);
     waits.epoch = epoch;
 }
 
 // Records a wait for rows of a peer whose start record_wait has recorded.
 WEFT_FN void record_transfer(Header& header, Phase phase, u32 peer, u64 waited_ns) {
-    if (waited_ns != 0) record_duration(waits_for(header, phase, peer).transfer, waited_ns);
+    record_duration(waits_for(header, phase, peer).transfer, waited_ns);
 }
 
 // Writes the record that peers and tools read after this rank has died. Returns its end time.

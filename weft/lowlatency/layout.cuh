@@ -241,7 +241,7 @@ WEFT_FN bool await_credit(const Site& site, const Progress& progress, Phase phas
     if (!await_flag(header, site, credit_of<S>(site, phase, peer), peer, phase, site.descriptor,
                     epoch, credit, spin))
         return false;
-    if (spin.is_timed && spin.polls != 0) record_wait(header, phase, epoch, peer, spin.waited_ns());
+    if (spin.is_timed) record_wait(header, phase, epoch, peer, spin.waited_ns());
     return true;
 }
 
