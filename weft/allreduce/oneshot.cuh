@@ -84,7 +84,7 @@ template <Reduction R, bool moe> WEFT_FN void oneshot(const ReduceArgs& a) {
         finish_vector<R>(a, token, v, valid, row, norm_weight, m);
     }
     call.advance(team, before);
-    if (records_waits(a)) record_arrival<R>(call, arrival, true);
+    record_arrival<R>(call, arrival, true);
     call.check_call_word(team, seen);
 }
 
@@ -161,8 +161,7 @@ template <Reduction R, bool moe, u32 pieces> WEFT_FN void oneshot_resident(const
                 const uint4 own = load_own<R, moe>(a, token, v, false);
                 Arrival arrival;
                 valid[p] = sum_direct<R>(call, token, v, own, row[p], arrival);
-                if (records_waits(a))
-                    record_arrival<R>(call, arrival, token == grid.first && v == 0);
+                record_arrival<R>(call, arrival, token == grid.first && v == 0);
             }
             if (a.weight == nullptr) continue;
             const u64 partial = partial_of<R>(a, row[p], norm_weight[p]);

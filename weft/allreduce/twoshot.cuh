@@ -101,7 +101,7 @@ WEFT_FN bool sum_part(const Call<R>& call, u32 token, u32 group, u32 v, uint4& r
     clear_slots<R>(call, slots);
     if (a.out != nullptr) store(vector_of<R>(a.out, token, v), sum);
     if (a.residual_out != nullptr) store(vector_of<R>(a.residual_out, token, v), row);
-    if (records_waits(a)) record_arrival<R>(call, arrival, group == 0 && v == 0);
+    record_arrival<R>(call, arrival, group == 0 && v == 0);
     return true;
 }
 

@@ -90,23 +90,19 @@ struct PeerSlots {
     }
 };
 
-// Whether a thread records its waits for rows of peers: the first one that sums rows.
-WEFT_FN bool records_waits(const ReduceArgs& a) {
-    return threadIdx.x == 0 && blockIdx.x == a.pushers;
-}
-
-// A finished wait of a recording thread for the vectors of all peers. It counts for the peer that
-// was missing last: a time for each peer would take registers of every thread.
+// A finished wait for the vectors of all peers. It counts for the peer that was missing last: a
+// time for each peer would take registers of every thread.
 struct Arrival {
     u32 peer = 0;
     u64 waited_ns = 0;  // 0: nothing was missing after untimed_polls, or for less than a tick
 };
 
-// Records a wait. That for a call's first vectors is skew, and a later one transfer. A barrier of
-// the cluster waits for these additions, so a kernel of one row calls it after its last barrier.
+// Records a wait of the first thread that sums rows. That for a call's first vectors is skew, and a
+// later one transfer. A barrier of the cluster waits for these additions, so a kernel of one row
+// calls it after its last barrier.
 template <Reduction R>
 WEFT_FN void record_arrival(const Call<R>& call, const Arrival& arrival, bool is_first) {
-    if (arrival.waited_ns == 0) return;
+    if (arrival.waited_ns == 0 || threadIdx.x != 0 || blockIdx.x != call.a.pushers) return;
     PeerWaits& waits = waits_for(call.header, all_reduce_phase, arrival.peer);
     record_duration(is_first ? waits.skew : waits.transfer, arrival.waited_ns);
     waits.epoch = call.epoch;
@@ -119,9 +115,9 @@ template <Reduction R, bool polls_one>
 WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 token, u32 v,
                            uint4 (&row)[R.ranks], Arrival& arrival) {
     const u32 me = call.me();
-    const bool records = records_waits(call.a);
     RankSet missing = without(call.summed, me);
-    SlotWait wait{.slot = slots.kind, .peer = 0, .token = token, .vector = v};
+    u32 last = 0;   // a peer that was missing at the last poll
+    u64 start = 0;  // not in a SlotWait, whose address the slow path takes: it is in local memory
     for (u32 polls = 1;; ++polls) {
 #pragma unroll
         for (u32 i = 0; i < R.ranks; ++i)
@@ -130,17 +126,20 @@ WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 toke
         for (u32 i = 0; i < R.ranks; ++i)
             if (is_ready(row[i])) missing = without(missing, i);
         if (missing == RankSet{}) {
-            if (records && wait.start != 0) arrival = {wait.peer, now_ns() - wait.start};
+            if (start != 0) arrival = {last, now_ns() - start};
             return true;
         }
-        if (records && wait.start == 0 && polls > untimed_polls) wait.start = now_ns();
-        wait.peer = first_of(missing);
-        while (polls_one && !records && polls % polls_per_check != 0 &&
-               !is_ready(poll_vector(slots.at(me, wait.peer)))) {
+        if (polls > untimed_polls && start == 0) start = now_ns();
+        last = first_of(missing);
+        while (polls_one && polls != untimed_polls && polls % polls_per_check != 0 &&
+               !is_ready(poll_vector(slots.at(me, last)))) {
             relax(polls);
             ++polls;
         }
-        if (polls % polls_per_check == 0 && call.should_stop(wait)) return false;
+        if (polls % polls_per_check == 0) {
+            SlotWait wait{slots.kind, last, token, v, start};
+            if (call.should_stop(wait)) return false;
+        }
         relax(polls);
     }
 }
