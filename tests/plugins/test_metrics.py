@@ -46,6 +46,7 @@ def test_a_server_sees_the_waits_of_its_ranks(tmp_path: Path, monkeypatch) -> No
             samples[sample.name][key] = sample.value
     assert samples["weft_wait_seconds_total"]["0", "all-reduce", "skew", ""] > 0.1
     waits = samples["weft_waits_total"]["0", "all-reduce", "skew", ""]
+    assert samples["weft_rounds_total"]["0", "all-reduce", "", ""] >= waits
     durations = samples["weft_wait_durations_total"]
     assert durations["0", "all-reduce", "skew", "+Inf"] == waits > 5
     assert durations["0", "all-reduce", "skew", "0.001048576"] <= waits - 5

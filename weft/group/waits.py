@@ -12,7 +12,7 @@ CONTROL = "control"  # phase of a wait in a control call
 
 @dataclass(frozen=True, slots=True)
 class WaitTimes:
-    """Durations of a number of waits.
+    """Durations of the waits that were counted; docs/user/observability.md says which are.
 
     Attributes:
         total_seconds: Sum.
@@ -38,11 +38,10 @@ class PeerWaits:
     Attributes:
         peer: Rank in the group.
         phase: "dispatch", "combine" or "all-reduce" of an operator; "control" of a group.
-        round: Number of the round of the last wait, starting at 1 and again after a recovery; of a
-            group, of the control call.
-        skew: Waits until the peer began. Includes waits of zero duration: what this rank waited for
-            had already arrived.
-        transfer: Waits for rows after the peer had begun. Only nonzero waits.
+        round: Number of the round of the last counted wait, starting at 1 and again after a
+            recovery; of a group, of the control call.
+        skew: Waits until the peer began.
+        transfer: Waits for rows after the peer had begun.
     """
 
     peer: int

@@ -40,6 +40,7 @@ class _Metrics:
             "weft_wait_seconds", "Time that a rank has waited for a peer, by cause.", peer
         )
         self.waits = Counter("weft_waits", "Waits of a rank for a peer, by cause.", peer)
+        self.rounds = Counter("weft_rounds", "Rounds that a rank has finished.", phase)
         self.durations = Counter(
             "weft_wait_durations",
             "Cumulative histogram of waits for any peer: those of at most `le` seconds.",
@@ -125,6 +126,7 @@ class Exporter:
                 self._advance(metrics.durations, (rank, operator, phase, cause, limit), value)
         for phase_times in waits.phases:
             of_phase = rank, operator, phase_times.phase
+            self._advance(metrics.rounds, of_phase, phase_times.rounds)
             metrics.phase.labels(*of_phase).set(phase_times.seconds)
             metrics.between.labels(*of_phase).set(phase_times.between_seconds)
 
