@@ -45,19 +45,24 @@ Block = tuple[Any, Formula]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a block. `latent`: columns of experts between projections (Kimi-K3, Nemotron-3)."""
+    """Sizes of a block.
+
+    latent: Columns of experts between projections (Kimi-K3, Nemotron-3).
+    limit: Of SwiGLU.
+    """
 
     hidden: int = 256
     intermediate: int = 128
     experts: int = 16
     top_k: int = 4
     latent: int = 128
+    limit: float = LIMIT
 
 
 # Published sizes, with as many experts as fit on one GPU beside a float32 copy of their weights.
 PUBLISHED = {
-    "deepseek_v4": Shape(4096, 2048, 256, 6),  # DeepSeek-V4-Flash
-    "deepseek_v41": Shape(4096, 2048, 256, 6),
+    "deepseek_v4": Shape(4096, 2048, 256, 6, limit=10.0),  # DeepSeek-V4-Flash
+    "deepseek_v41": Shape(4096, 2048, 256, 6, limit=10.0),
     "minimax_m3": Shape(6144, 3072, 64, 4),
     "kimi_k3": Shape(7168, 3072, 192, 16, 3584),
     "glm4_moe": Shape(4096, 1408, 128, 8),  # GLM-4.5-Air
@@ -176,7 +181,7 @@ def deepseek_v4(layer: int, shape: Shape) -> tuple[Any, Any]:
         num_hidden_layers=5,
         vocab_size=VOCABULARY,
         routed_scaling_factor=SCALE,
-        swiglu_limit=LIMIT,
+        swiglu_limit=shape.limit,
     )
     theirs = modeling_deepseek_v4.DeepseekV4SparseMoeBlock(config, layer).float()
     set_fields(config, topk_method="noaux_tc", norm_topk_prob=True, n_shared_experts=1)
@@ -194,7 +199,7 @@ def minimax_m3(shape: Shape) -> tuple[Any, Any]:
         shared_intermediate_size=shape.intermediate,
         num_local_experts=shape.experts,
         num_experts_per_tok=shape.top_k,
-        swiglu_limit=LIMIT,
+        swiglu_limit=shape.limit,
         routed_scaling_factor=SCALE,
     )
     theirs = modeling_minimax_m3_vl.MiniMaxM3VLSparseMoeBlock(config).float()
