@@ -129,13 +129,14 @@ WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 toke
             if (start != 0) arrival = {last, now_ns() - start};
             return true;
         }
-        if (polls > untimed_polls && start == 0) start = now_ns();
         last = first_of(missing);
         while (polls_one && polls != untimed_polls && polls % polls_per_check != 0 &&
                !is_ready(poll_vector(slots.at(me, last)))) {
             relax(polls);
             ++polls;
         }
+        if (polls <= untimed_polls) continue;
+        if (start == 0) start = now_ns();
         if (polls % polls_per_check == 0) {
             SlotWait wait{slots.kind, last, token, v, start};
             if (call.should_stop(wait)) return false;
