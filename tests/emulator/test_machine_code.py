@@ -86,10 +86,8 @@ OWN_SUM = (
     | {"release ST.32.SYS": 2, "acquire ATOM.ADD.32.GPU": 1}
 )
 SEND = LAST_ADD | FLAG_STORES
-# Waits that a rank records for tools (record_duration in device/wait.cuh). In the all-reduce, a
-# fence of a cluster's barrier or of the kernel's end beside them makes them look like others.
+# Waits that a rank records for tools (record_duration in device/wait.cuh).
 RECORDS = {"relaxed ATOM.ADD.64.GPU", "relaxed ATOM.MAX.64.GPU"}
-FENCED_RECORDS = {"release ATOM.ADD.64.GPU", "acquire ATOM.MAX.64.GPU"}
 Verbs = Mapping[str, Mapping[str, int]]
 
 
@@ -214,8 +212,7 @@ def test_kernels_exist_do_not_spill_and_keep_their_order(name: str, arch: str) -
     for kernel, has in kernels.items():
         # Peers see nothing that stops at the GPU; nothing that is the GPU's own goes further.
         narrow = [v for v in has if v.endswith((".64.GPU", ".128.GPU", "CTA", "CLUSTER"))]
-        allowed = RECORDS | (FENCED_RECORDS if name.startswith("all-reduce") else set())
-        assert not set(narrow) - allowed, kernel
+        assert not set(narrow) - RECORDS, kernel
         assert not [v for v in has if "ATOM" in v and not v.endswith(".GPU")], kernel
 
 

@@ -30,8 +30,7 @@ template <Reduction R> WEFT_FN PeerSlots direct_slots(const Call<R>& call, u32 t
 
 // The sum and residual of this thread's vector; false when a wait has failed.
 template <Reduction R>
-WEFT_FN bool sum_direct(const Call<R>& call, u32 token, u32 v, uint4 own, uint4& row,
-                        Arrival& arrival) {
+WEFT_FN bool sum_direct(const Call<R>& call, u32 token, u32 v, uint4 own, uint4& row) {
     const ReduceArgs& a = call.a;
     const PeerSlots slots = direct_slots<R>(call, token, v);
     uint4 rows[R.ranks];
@@ -42,7 +41,7 @@ WEFT_FN bool sum_direct(const Call<R>& call, u32 token, u32 v, uint4 own, uint4&
                                                  : neutral_vector<R.dtype>();
     const uint4 residual = a.residual ? load_input(vector_of<R>(a.residual, token, v)) : uint4{};
     fault(call.header, Point::before_rows, call.me(), call.epoch);
-    if (!await_vectors<R, false>(call, slots, token, v, rows, arrival)) return false;
+    if (!await_vectors<R, false>(call, slots, token, v, rows)) return false;
     // This rank's own vector may be a NaN that looks like an empty slot; it was never waited for.
     const uint4 sum = sum_in_order<R>(rows);
     row = a.residual ? add_rounded<R>(sum, residual) : sum;
@@ -71,8 +70,7 @@ template <Reduction R, bool moe> WEFT_FN void oneshot(const ReduceArgs& a) {
     const NormWeight norm_weight = inside ? load_norm_weight<R>(a, v) : NormWeight{};
 
     uint4 row{};
-    Arrival arrival;
-    const bool valid = call.live && inside && sum_direct<R>(call, token, v, own, row, arrival);
+    const bool valid = call.live && inside && sum_direct<R>(call, token, v, own, row);
     const u64 seen = call.load_call_word(team);
     if (neighbours != 1) cluster.wait();
     if (a.weight != nullptr) {
@@ -84,7 +82,6 @@ template <Reduction R, bool moe> WEFT_FN void oneshot(const ReduceArgs& a) {
         finish_vector<R>(a, token, v, valid, row, norm_weight, m);
     }
     call.advance(team, before);
-    record_arrival<R>(call, arrival, true);
     call.check_call_word(team, seen);
 }
 
@@ -159,9 +156,7 @@ template <Reduction R, bool moe, u32 pieces> WEFT_FN void oneshot_resident(const
             row[p] = uint4{};
             if (valid[p]) {
                 const uint4 own = load_own<R, moe>(a, token, v, false);
-                Arrival arrival;
-                valid[p] = sum_direct<R>(call, token, v, own, row[p], arrival);
-                record_arrival<R>(call, arrival, token == grid.first && v == 0);
+                valid[p] = sum_direct<R>(call, token, v, own, row[p]);
             }
             if (a.weight == nullptr) continue;
             const u64 partial = partial_of<R>(a, row[p], norm_weight[p]);

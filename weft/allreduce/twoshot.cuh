@@ -93,15 +93,13 @@ WEFT_FN bool sum_part(const Call<R>& call, u32 token, u32 group, u32 v, uint4& r
 #pragma unroll
     for (u32 i = 0; i < R.ranks; ++i) rows[i] = i == call.me() ? own : sentinel_vector();
     fault(call.header, Point::before_rows, call.me(), call.epoch);
-    Arrival arrival;
-    if (!await_vectors<R, polls_one>(call, slots, token, v, rows, arrival)) return false;
+    if (!await_vectors<R, polls_one>(call, slots, token, v, rows)) return false;
     const uint4 sum = sum_in_order<R>(rows);
     row = a.residual ? add_rounded<R>(sum, residual) : sum;
     push_whole<R>(call, group, v, sends_sum<R>(a) ? sum : row);
     clear_slots<R>(call, slots);
     if (a.out != nullptr) store(vector_of<R>(a.out, token, v), sum);
     if (a.residual_out != nullptr) store(vector_of<R>(a.residual_out, token, v), row);
-    record_arrival<R>(call, arrival, group == 0 && v == 0);
     return true;
 }
 

@@ -90,22 +90,14 @@ struct PeerSlots {
     }
 };
 
-// A finished wait for the vectors of all peers. It counts for the peer that was missing last: a
-// time for each peer would take registers of every thread.
-struct Arrival {
-    u32 peer = 0;
-    u64 waited_ns = 0;  // 0: nothing was missing after untimed_polls, or for less than a tick
-};
-
-// Records a wait of the first thread that sums rows. That for a call's first vectors is skew, and a
-// later one transfer. A barrier of the cluster waits for these additions, so a kernel of one row
-// calls it after its last barrier.
-template <Reduction R>
-WEFT_FN void record_arrival(const Call<R>& call, const Arrival& arrival, bool is_first) {
-    if (arrival.waited_ns == 0 || threadIdx.x != 0 || blockIdx.x != call.a.pushers) return;
-    PeerWaits& waits = waits_for(call.header, all_reduce_phase, arrival.peer);
-    record_duration(is_first ? waits.skew : waits.transfer, arrival.waited_ns);
-    waits.epoch = call.epoch;
+// Records a wait for the vectors of all peers. It counts for the peer that was missing last: a time
+// for each peer would take registers of every thread. The wait for a call's first vectors is skew,
+// and a later one transfer. Not inlined: a longer kernel is slower even if it records nothing.
+WEFT_SLOW_FN void record_arrival(Header& header, u64 epoch, u32 peer, bool is_first, u64 start_ns) {
+    const u64 waited_ns = now_ns() - start_ns;
+    PeerWaits& waits = waits_for(header, all_reduce_phase, peer);
+    record_duration(is_first ? waits.skew : waits.transfer, waited_ns);
+    waits.epoch = epoch;
 }
 
 // Waits for the vector of every peer that is summed; row[me] is the caller's own. polls_one: poll
@@ -113,7 +105,7 @@ WEFT_FN void record_arrival(const Call<R>& call, const Arrival& arrival, bool is
 // others. Rows of more than 8 ranks do not fit into registers.
 template <Reduction R, bool polls_one>
 WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 token, u32 v,
-                           uint4 (&row)[R.ranks], Arrival& arrival) {
+                           uint4 (&row)[R.ranks]) {
     const u32 me = call.me();
     RankSet missing = without(call.summed, me);
     u32 last = 0;   // a peer that was missing at the last poll
@@ -126,7 +118,11 @@ WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 toke
         for (u32 i = 0; i < R.ranks; ++i)
             if (is_ready(row[i])) missing = without(missing, i);
         if (missing == RankSet{}) {
-            if (start != 0) arrival = {last, now_ns() - start};
+            // The first thread that sums rows records its waits.
+            if (start != 0 && threadIdx.x == 0 && blockIdx.x == call.a.pushers) {
+                const bool first_row = slots.kind == Slot::direct ? token == 0 : token < R.ranks;
+                record_arrival(call.header, call.epoch, last, first_row && v == 0, start);
+            }
             return true;
         }
         last = first_of(missing);
