@@ -92,7 +92,7 @@ struct PeerSlots {
 
 // Records a wait for the vectors of all peers. It counts for the peer that was missing last: a time
 // for each peer would take registers of every thread. The wait for a call's first vectors is skew,
-// and a later one transfer. Not inlined: a longer kernel is slower even if it records nothing.
+// and a later one transfer. Not inlined, so that the path of a short wait stays short.
 WEFT_SLOW_FN void record_arrival(Header& header, u64 epoch, u32 peer, bool is_first, u64 start_ns) {
     const u64 waited_ns = now_ns() - start_ns;
     PeerWaits& waits = waits_for(header, all_reduce_phase, peer);
