@@ -208,3 +208,55 @@ def test_any_float32(divider):
     x *= 2.0 ** -torch.randint(0, 24, (count,), generator=generator)
     scale, quotient = divided(divider, amax, x)
     assert torch.equal(e4m3(quotient), e4m3(x / scale))
+
+
+WAIT = """\
+#include <weft/allreduce/wait.cuh>
+#include <thread>
+using namespace weft;
+constexpr Reduction R = {reduction};
+
+// Returns the recorded nanoseconds of a wait for a vector of rank 1 that arrives after `delay_ns`.
+extern "C" __attribute__((visibility("default")))
+u64 record_wait_of(u64 delay_ns, bool polls_one) {{
+    static ReductionShare<R> shares[R.ranks];
+    static Mailbox box;
+    Header& header = shares[0].header;
+    header.ranks = R.ranks;
+    header.living = ranks_below(R.ranks);
+    header.deadline_ns = header.first_deadline_ns = 1ull << 40;
+    std::memset(header.waits, 0, sizeof header.waits);
+    ReduceArgs a{{}};
+    a.site.base = reinterpret_cast<u64>(shares), a.site.stride = sizeof(shares[0]);
+    a.site.mailbox = reinterpret_cast<u64>(&box);
+    auto& rows = shares[0].inbox.direct[0];
+    uint4* slot = reinterpret_cast<uint4*>(rows[0][0]);
+    restore_sentinel(slot);
+    std::thread peer([=] {{
+        std::this_thread::sleep_for(std::chrono::nanoseconds(delay_ns));
+        for (u32 i = 0; i < 4; ++i) __atomic_store_n(&(&slot->x)[i], 0u, __ATOMIC_RELEASE);
+    }});
+    emulated::launch({{1, 1, 1}}, [&] {{
+        const Call<R> call(a);
+        const PeerSlots slots{{slot, sizeof(rows[0]), Slot::direct}};
+        uint4 row[R.ranks]{{}};
+        row[1] = sentinel_vector();
+        polls_one ? await_vectors<R, true>(call, slots, 0, 0, row)
+                  : await_vectors<R, false>(call, slots, 0, 0, row);
+    }});
+    peer.join();
+    return header.waits[0][1].skew.total_ns;
+}}
+"""
+
+
+@pytest.mark.parametrize("polls_one", [False, True])
+def test_a_wait_shorter_than_a_check_is_recorded_in_full(polls_one: bool) -> None:
+    tree, short, long = emulated_tree(), "polls_per_check = 32;", "polls_per_check = 1u << 30;"
+    assert short in tree["device/order.cuh"]
+    tree["device/order.cuh"] = tree["device/order.cuh"].replace(short, long)
+    text = WAIT.format(reduction=ALL.config(2, FEW).to_cpp())
+    record = ctypes.CDLL(str(build_library(tree, text))).record_wait_of
+    record.argtypes, record.restype = (ctypes.c_uint64, ctypes.c_bool), ctypes.c_uint64
+    delay = 500_000_000  # on a busy machine each of the untimed polls may last a time slice
+    assert record(delay, polls_one) > delay / 10

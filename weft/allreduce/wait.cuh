@@ -126,6 +126,8 @@ WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 toke
             return true;
         }
         last = first_of(missing);
+        // The clock starts before this loop, which may last until the next check.
+        if (polls_one && polls > untimed_polls && start == 0) start = now_ns();
         while (polls_one && polls != untimed_polls && polls % polls_per_check != 0 &&
                !is_ready(poll_vector(slots.at(me, last)))) {
             relax(polls);
