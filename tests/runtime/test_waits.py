@@ -167,6 +167,27 @@ def test_counters_survive_sleep_and_are_read_meanwhile(group: weft.Group) -> Non
         assert {times.rounds for times in op.operator.waits().phases} == {4}
 
 
+@on_ranks(2, "cpu")
+def test_a_recovery_after_the_copy_of_the_header_counts_no_round_twice(group: weft.Group) -> None:
+    with KINDS["pull"].open(group) as op:
+        op.rounds(3)
+        operator, lock = op.operator, op.operator._access
+
+        class ThenRecovers:
+            def __enter__(self) -> None:
+                lock.acquire()
+
+            def __exit__(self, *error: object) -> None:
+                lock.release()
+                operator._access = lock
+                group.sleep()
+                group.wake()
+
+        operator._access = ThenRecovers()
+        assert {times.rounds for times in operator.waits().phases} == {3}
+        assert {times.rounds for times in operator.waits().phases} == {3}
+
+
 @pytest.mark.parametrize(("timeout", "is_polled"), [(2.0, False), (300.0, True)])
 def test_later_rounds_on_gpus_are_polled_if_their_timeout_is_long(
     timeout: float, is_polled: bool

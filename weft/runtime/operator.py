@@ -390,10 +390,9 @@ class Operator(ABC):
         with self._access:
             self.check_open()
             header = self._saved_header or self._read_header()
+            rounds_before = self._rounds_before_restart  # a recovery changes both
         ranks = self.group.host_ranks[self.group.host]
-        return read_waits(
-            header, self.group.rank, ranks, self._phase_names, self._rounds_before_restart
-        )
+        return read_waits(header, self.group.rank, ranks, self._phase_names, rounds_before)
 
     def close(self) -> None:
         """Free the memory. Waits for this rank's own work, never for a peer. Idempotent.
