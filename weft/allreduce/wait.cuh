@@ -95,6 +95,7 @@ struct PeerSlots {
 // and a later one transfer. Not inlined, so that the path of a short wait stays short.
 WEFT_SLOW_FN void record_arrival(Header& header, u64 epoch, u32 peer, bool is_first, u64 start_ns) {
     const u64 waited_ns = now_ns() - start_ns;
+    if (waited_ns == 0) return;
     PeerWaits& waits = waits_for(header, all_reduce_phase, peer);
     record_duration(is_first ? waits.skew : waits.transfer, waited_ns);
     waits.epoch = epoch;

@@ -170,8 +170,8 @@ constexpr u32 polls_per_check = 32;
 #endif
 
 // Failed polls after which a wait is timed and recorded. On a GPU that is about 2 us, the wait of a
-// small round whose ranks begin together: the clock and the counters would lengthen that round by
-// up to 6 % (2 x H200, 2026-11-29).
+// small round whose ranks begin together: the clock and the counters lengthened such rounds by up
+// to 11 % (2 x H200, 2026-11-29).
 #if defined(__CUDA_ARCH__)
 constexpr u32 untimed_polls = WEFT_PROFILE ? 0 : 16;
 #else
