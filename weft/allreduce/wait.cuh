@@ -127,15 +127,14 @@ WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 toke
             return true;
         }
         last = first_of(missing);
-        // The clock starts before this loop, which may last until the next check.
-        if (polls_one && polls > untimed_polls && start == 0) start = now_ns();
+        // Before the loop, which may last until the next check.
+        if (polls > untimed_polls && start == 0) start = now_ns();
         while (polls_one && polls != untimed_polls && polls % polls_per_check != 0 &&
                !is_ready(poll_vector(slots.at(me, last)))) {
             relax(polls);
             ++polls;
         }
         if (polls <= untimed_polls) continue;
-        if (start == 0) start = now_ns();
         if (polls % polls_per_check == 0) {
             SlotWait wait{slots.kind, last, token, v, start};
             if (call.should_stop(wait)) return false;
