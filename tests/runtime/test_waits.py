@@ -139,8 +139,8 @@ def test_every_round_is_counted(group: weft.Group, name: str, device: str) -> No
             assert entry.peer == 1 - group.rank
             assert 0 <= entry.round <= rounds
             # On CPUs, waits for credits count, too.
-            credits_ = KINDS[name].name == "lowlatency" and device == "threads"
-            assert entry.skew.count <= rounds * (1 + credits_)
+            counts_credits = KINDS[name].name == "lowlatency" and device == "threads"
+            assert entry.skew.count <= rounds * (1 + counts_credits)
             assert entry.skew.count + entry.transfer.count > 0
             for times in (entry.skew, entry.transfer):
                 assert (times.count > 0) == (times.total_seconds > 0)
