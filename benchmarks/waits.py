@@ -25,6 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = (1, 8, 128)
+REDUCED_TOKENS = (*TOKENS, 1024)  # of the all-reduce, which then sums by halves of the rows
 REPLAYS, ROUNDS = 40, 50  # of a turn; of a graph
 LIMITS = {"timeout": 10.0, "first_timeout": 30.0}
 _capture_lock = threading.Lock()  # torch captures on one stream
@@ -86,14 +87,20 @@ def measure(group: Any, num_sms: int | None = None) -> dict[str, list[float]]:
                 low.combine(y, ids, weights, low.dispatch(x, ids, weights).handle)
 
             time_rounds(f"low latency, {tokens}", exchange_low_latency)
+
+    def measure_all_reduce(tokens: int) -> None:
         if num_sms is not None and 2 * tokens > num_sms:
             return  # an all-reduce fills the GPU with CTAs that wait, two for each of these rows
-        with weft.AllReduce(group, max_tokens=max(TOKENS), hidden=7168, **LIMITS) as reduce:
+        x = torch.ones(tokens, 7168, dtype=torch.bfloat16, device=device)
+        capacity = max(*TOKENS, tokens)
+        with weft.AllReduce(group, max_tokens=capacity, hidden=7168, **LIMITS) as reduce:
             time_rounds(f"all-reduce, {tokens}", lambda: reduce.fused(x, out=True))
 
     generator = torch.Generator().manual_seed(group.rank)
     for tokens in TOKENS:
         measure_size(tokens, generator)
+    for tokens in REDUCED_TOKENS:
+        measure_all_reduce(tokens)
     return times
 
 
