@@ -368,15 +368,17 @@ def test_a_failure_to_join_counts_once(controller: Controller) -> None:
 def test_collectives_of_a_replacement_raise_once_it_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While it starts, SGLang reduces sizes over all ranks."""
+    """While it starts, SGLang reduces sizes over all ranks and waits for them."""
     monkeypatch.setattr(healing.LoneProcessGroup, "is_sealed", False)
     group, x = healing._create_process_group(2, 4), torch.ones(1)
     assert group.allreduce([x]).wait()
+    assert group.barrier().wait()
     with pytest.raises(OutOfOrder, match="SGLang called broadcast"):
         group.broadcast([x])
     healing.LoneProcessGroup.seal()
-    with pytest.raises(OutOfOrder, match="SGLang called all_reduce of torch"):
-        group.allreduce([x])
+    for name, collective in (("all_reduce", group.allreduce), ("barrier", group.barrier)):
+        with pytest.raises(OutOfOrder, match=f"SGLang called {name} of torch"):
+            collective([x])
 
 
 def test_experts_without_a_replica_are_named(standin: Any) -> None:

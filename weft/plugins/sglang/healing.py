@@ -298,16 +298,18 @@ def end_on_error(action: str) -> Iterator[None]:
 class LoneProcessGroup(dist.ProcessGroup):
     """Process group of a replacement, in which it is the only rank that calls.
 
-    While SGLang starts, it only reduces sizes over all ranks: the result is this rank's value.
-    Other collectives raise, and after `seal` all of them do.
+    While SGLang starts, it only reduces sizes over all ranks, and on GPUs waits for all of them
+    before each forward pass that it captures. The result is this rank's value, and a barrier
+    returns at once. Other collectives raise, and after `seal` all of them do.
     """
 
     is_sealed = False
 
     def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
-        if LoneProcessGroup.is_sealed:
-            _raise_alone("all_reduce")
-        return _DoneWork()
+        return _run_alone("all_reduce")
+
+    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
+        return _run_alone("barrier")
 
     @classmethod
     def seal(cls) -> None:
@@ -325,6 +327,12 @@ def _create_process_group(rank: int, size: int) -> Any:
     return make(rank, size)
 
 
+def _run_alone(name: str) -> dist.Work:
+    if LoneProcessGroup.is_sealed:
+        _raise_alone(name)
+    return _DoneWork()
+
+
 def _raise_alone(name: str) -> None:
     raise OutOfOrder(
         f"SGLang called {name} of torch.distributed in a rank that has replaced a dead one, which "
@@ -338,7 +346,7 @@ def _refuse(name: str) -> Callable[..., None]:
 
 for _name in (
     *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced"),
-    *("allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather"),
+    *("allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather"),
     *("reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
     *("scatter", "send", "recv", "recv_anysource"),
 ):
