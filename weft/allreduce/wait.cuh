@@ -109,8 +109,10 @@ WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 toke
                            uint4 (&row)[R.ranks]) {
     const u32 me = call.me();
     RankSet missing = without(call.summed, me);
-    u32 last = 0;   // a peer that was missing at the last poll
-    u64 start = 0;  // not in a SlotWait, whose address the slow path takes: it is in local memory
+    u32 last = 0;  // a peer that was missing at the last poll
+    SlotWait wait{.slot = slots.kind, .peer = 0, .token = token, .vector = v};
+    // The first thread that sums rows records its waits. All others would wait for the clock, too.
+    const bool records = threadIdx.x == 0 && blockIdx.x == call.a.pushers;
     for (u32 polls = 1;; ++polls) {
 #pragma unroll
         for (u32 i = 0; i < R.ranks; ++i)
@@ -119,16 +121,15 @@ WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 toke
         for (u32 i = 0; i < R.ranks; ++i)
             if (is_ready(row[i])) missing = without(missing, i);
         if (missing == RankSet{}) {
-            // The first thread that sums rows records its waits.
-            if (start != 0 && threadIdx.x == 0 && blockIdx.x == call.a.pushers) {
+            if (records && polls > untimed_polls) {
                 const bool first_row = slots.kind == Slot::direct ? token == 0 : token < R.ranks;
-                record_arrival(call.header, call.epoch, last, first_row && v == 0, start);
+                record_arrival(call.header, call.epoch, last, first_row && v == 0, wait.start);
             }
             return true;
         }
         last = first_of(missing);
         // Before the loop, which may last until the next check.
-        if (polls > untimed_polls && start == 0) start = now_ns();
+        if (records && polls == untimed_polls + 1) wait.start = now_ns();
         while (polls_one && polls != untimed_polls && polls % polls_per_check != 0 &&
                !is_ready(poll_vector(slots.at(me, last)))) {
             relax(polls);
@@ -136,7 +137,7 @@ WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 toke
         }
         if (polls <= untimed_polls) continue;
         if (polls % polls_per_check == 0) {
-            SlotWait wait{slots.kind, last, token, v, start};
+            wait.peer = last;
             if (call.should_stop(wait)) return false;
         }
         relax(polls);
