@@ -12,6 +12,7 @@ on its own part of the SMs. Peers are then as near as the GPU's own memory.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -31,7 +32,9 @@ LIMITS = {"timeout": 10.0, "first_timeout": 30.0}
 _capture_lock = threading.Lock()  # torch captures on one stream
 
 
-def measure(group: Any, num_sms: int | None = None) -> dict[str, list[float]]:
+def measure(
+    group: Any, num_sms: int | None = None, *, only_all_reduce: bool = False
+) -> dict[str, list[float]]:
     """Return the times of rounds in microseconds, by operator and tokens.
 
     num_sms: SMs that this rank may use; None for all.
@@ -97,14 +100,14 @@ def measure(group: Any, num_sms: int | None = None) -> dict[str, list[float]]:
             time_rounds(f"all-reduce, {tokens}", lambda: reduce.fused(x, out=True))
 
     generator = torch.Generator().manual_seed(group.rank)
-    for tokens in TOKENS:
+    for tokens in () if only_all_reduce else TOKENS:
         measure_size(tokens, generator)
     for tokens in REDUCED_TOKENS:
         measure_all_reduce(tokens)
     return times
 
 
-def measure_in_threads(ranks: int) -> dict[str, list[float]]:
+def measure_in_threads(ranks: int, *, only_all_reduce: bool) -> dict[str, list[float]]:
     """Return the times of rank 0, with all ranks as threads of this process on one GPU."""
     import torch
 
@@ -122,7 +125,7 @@ def measure_in_threads(ranks: int) -> dict[str, list[float]]:
                 meeting, rank=rank, size=ranks, device=device, timeout=60.0, threads=True
             )
             with group, torch.cuda.stream(torch.cuda.Stream()):
-                return measure(group, num_sms)
+                return measure(group, num_sms, only_all_reduce=only_all_reduce)
         except BaseException:  # the other threads would wait for this one
             traceback.print_exc()
             sys.stderr.flush()
@@ -132,11 +135,12 @@ def measure_in_threads(ranks: int) -> dict[str, list[float]]:
         return list(pool.map(run, range(ranks)))[0]
 
 
-def run_version(tree: Path, ranks: int, *, threads: bool) -> dict[str, list[float]]:
+def run_version(tree: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     """Measure one version in its own process."""
     environment = os.environ | {"PYTHONPATH": str(tree)}
-    command = [sys.executable, __file__, str(tree), "--ranks", str(ranks), "--measure"]
-    command += ["--threads"] if threads else []
+    command = [sys.executable, __file__, str(tree), "--ranks", str(options.ranks), "--measure"]
+    for name in ("threads", "all_reduce"):
+        command += [f"--{name.replace('_', '-')}"] if getattr(options, name) else []
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/")
     if done.returncode != 0:
         raise SystemExit(f"{tree} failed:\n{done.stdout}\n{done.stderr}")
@@ -150,24 +154,27 @@ def main() -> None:
     parser.add_argument("base", type=Path, help="folder with the package weft of the base version")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", action="store_true", help="ranks as threads on one GPU")
+    parser.add_argument("--all-reduce", action="store_true", help="no other operator")
     parser.add_argument("--turns", type=int, default=3, help="of each version")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure and options.threads:
-        print(json.dumps(measure_in_threads(options.ranks)))
+        times_of_rank = measure_in_threads(options.ranks, only_all_reduce=options.all_reduce)
+        print(json.dumps(times_of_rank))
         return
     if options.measure:
         import weft
 
-        reports = weft.launch(measure, ranks=options.ranks, device="cuda", timeout=300.0)
+        body = functools.partial(measure, only_all_reduce=options.all_reduce)
+        reports = weft.launch(body, ranks=options.ranks, device="cuda", timeout=300.0)
         print(json.dumps(reports[0]))
         return
     trees = {"base": options.base.resolve(), "new": ROOT}
     times: dict[str, dict[str, list[float]]] = {name: {} for name in trees}
     for _ in range(options.turns):
         for name, tree in trees.items():
-            result = run_version(tree, options.ranks, threads=options.threads)
+            result = run_version(tree, options)
             for case, samples in result.items():
                 times[name].setdefault(case, []).extend(samples)
     print(f"{'case':24} {'base us':>9} {'new us':>9} {'ratio':>7}   shortest: base, new, ratio")
