@@ -185,7 +185,7 @@ def main() -> None:
             cells.append(f"{base:9.2f} {new:9.2f} {new / base:7.3f}")
         print(f"{case:24} {'   '.join(cells)}")
     if options.json is not None:
-        record = {"ranks": options.ranks, "threads": options.threads, "us": times}
+        record = {"ranks": options.ranks, "threads": options.threads, "samples": times}
         options.json.write_text(json.dumps(record))
 
 
