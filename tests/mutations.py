@@ -116,7 +116,7 @@ STUCK = f"overrun|deadlock|{WRONG}"
 GEMM = {
     # The ring of stages.
     "one arrival too few on empty":
-        _gemm("pipeline.cuh", "init_mbarriers", r"math_warps\);", "math_warps - 1);",
+        _gemm("pipeline.cuh", "init_mbarriers", r"\* math_warps\);", "* math_warps - 1);",
               "overrun|gone"),
     "the other CTA is not told of a released stage":
         _gemm("pipeline.cuh", "release_stage",
@@ -136,10 +136,10 @@ GEMM = {
         _gemm("mainloop_fp8.cuh", "mainloop_normal", r"one\.template promote<1>",
               "one.template promote<2>"),
     "the loader does not wait":
-        _gemm("loader.cuh", "load_tiles", r"smem\.empty[^;]*;(?= load_weights)", "", STUCK),
+        _gemm("loader.cuh", "load_gemm", r"smem\.empty[^;]*;(?= load_weights)", "", STUCK),
     # The end, and the beginning.
     "the last arrivals are not awaited":
-        _gemm("loader.cuh", "load_tiles", r"i < S\.stages", "i < 0", "gone"),
+        _gemm("loader.cuh", "await_empty_stages", r"i < S\.stages", "i < 0", "gone"),
     "the CTAs of a cluster do not meet first":
         _gemm("grouped_gemm.cuh", "grouped_gemm", r"(__syncthreads\(\);) sync_cluster_relaxed\(\);",
               r"\1", "unmade"),
@@ -359,7 +359,7 @@ GEMM = {
     "results are stored before they may":
         _gemm("compute.cuh", "compute_tiles", r"pdl_wait\(\);", "{}", "hasty", **BF16 | EARLY),
     "prefetched weights are loaded again":
-        _gemm("loader.cuh", "load_tiles", r"prefetched != 0\) \{ --prefetched;", "false) {",
+        _gemm("loader.cuh", "load_gemm", r"prefetched != 0\) \{ --prefetched;", "false) {",
               "overrun|deadlock", **EARLY),
     "weights of the first tile, over and over":
         _gemm("loader.cuh", "prefetch_weights", r"(while \([^;]*?) && (scheduler\.next\(tile\))\)",
@@ -394,8 +394,44 @@ GEMM = {
         _gemm("tile_scheduler.cuh", "Tickets::send", r"clusters \+ value", "2 * clusters + value",
               f"unreset|{WRONG}", block_m=256, sms=4),
     "two clusters compute the same tiles":
-        _gemm("tile_scheduler.cuh", "TileScheduler::next", r"clusters - 1 - self", "clusters - 1",
+        _gemm("tile_scheduler.cuh", "TileScheduler::draw", r"clusters - 1 - self", "clusters - 1",
               block_m=64, sms=4),
+}
+
+# What launches of both GEMMs in one kernel must notice (gemm/test_mlp.py).
+MLP = {
+    "down tiles do not wait for up tiles":
+        _gemm("publish.cuh", "await_up_tiles", r"await_count[^;]*;", "(void)tiles;", WRONG),
+    "up tiles of one CTA of each cluster are awaited":
+        _gemm("publish.cuh", "await_up_tiles", r"2 \* tiles", "tiles", WRONG),
+    "scales are read before the up tiles are stored":
+        _gemm("loader.cuh", "load_gemm_scales", r"if constexpr \(S\.part[^;]*;", "", WRONG),
+    "a tile is published before all warps have stored it":
+        _gemm("pipeline.cuh", "init_mbarriers", r"smem\.stored\.init\(math_warps\)",
+              "smem.stored.init(1)", f"overrun|deadlock|{WRONG}"),
+    "a tile is not published":
+        _gemm("publish.cuh", "publish_up_tiles", r"add_acq_rel[^;]*;", "", "deadlock"),
+    "the second GEMM draws its first tile again":
+        _gemm("grouped_mlp.cuh", "continue_with", r"up\.tile_idx, true", "up.tile_idx, false",
+              f"deadlock|overrun|unreset|{WRONG}"),
+    "a cluster takes its first tile without a ticket":
+        Mutation(
+            (
+                Edit("gemm/tile_scheduler.cuh", "TileScheduler::draw",
+                     r"S\.undrawn_tiles\(\)", "1"),
+                Edit("gemm/tile_scheduler.cuh", "TileScheduler::await_ticket",
+                     r"S\.undrawn_tiles\(\)", "1"),
+                Edit("gemm/tile_scheduler.cuh", "Tickets::send", r"S\.undrawn_tiles\(\)", "1"),
+                Edit("gemm/grouped_mlp.cuh", "load_mlp_tiles",
+                     r"tickets\.draw\(smem, rank\); tickets\.send\(smem, rank, 0\);", ""),
+            ),
+            "deadlock", {},
+        ),
+    "the tickets are not reset":
+        _gemm("grouped_mlp.cuh", "load_mlp_tiles", r"state\.tickets = \{\};", "", "unreset"),
+    "the counts of up tiles are not reset":
+        _gemm("grouped_mlp.cuh", "load_mlp_tiles", r"for \(u32 e = 0[^;]*;[^;]*;[^;]*;", "",
+              "unreset"),
 }
 # fmt: on
 

@@ -8,7 +8,10 @@
 // It knows what would be undefined on a GPU (`Rule`), but threads see each other's stores in order:
 // whether fences are strong enough is for the tests with the gpu marker.
 #pragma once
+#include <array>
+#include <chrono>
 #include <cstdlib>
+#include <thread>
 
 namespace emulated {
 
@@ -89,6 +92,7 @@ struct Machine {
     Cluster cluster;
     std::vector<Late> late;
     unsigned over = 0;  // the kernel in front
+    bool alone = true;  // no cluster of another thread runs beside this one
 
     unsigned random() {
         state ^= state << 13, state ^= state >> 7, state ^= state << 17;
@@ -185,6 +189,7 @@ inline bool Machine::turn(unsigned sloths) {
 inline void Machine::run() {
     unsigned sloths = 0;
     unsigned long next = 0;
+    auto last = std::chrono::steady_clock::now();  // when a thread ran
     for (unsigned long turns = 0;; ++turns) {
         unsigned running = 0;
         for (const Core& own : core) running += own.cta.running;
@@ -197,8 +202,11 @@ inline void Machine::run() {
         } else if (!open.empty() && (may || (!ran && sloths == 0))) {
             land(random() % open.size());
         } else if (!ran && sloths == 0) {
-            return check(false, deadlock);
+            if (alone || std::chrono::steady_clock::now() > last + std::chrono::seconds(20))
+                return check(false, deadlock);
+            std::this_thread::yield();
         }
+        if (ran && !alone) last = std::chrono::steady_clock::now();
         if (!ran) sloths = 0;
     }
     while (!open.empty()) land(open.size() - 1);
@@ -249,6 +257,12 @@ inline void meet(unsigned id, unsigned threads) {
     await_change(own.phase[id], phase);
 }
 
+// Until another thread of the GPU has counted this far.
+inline void await_count(const unsigned* at, unsigned count) {
+    for (unsigned seen; (seen = __atomic_load_n(at, __ATOMIC_ACQUIRE)) < count;)
+        await_change(*at, seen);
+}
+
 // Until the kernel in front has ended.
 inline void follow() {
     await_change(machine->over, 0);
@@ -257,42 +271,61 @@ inline void follow() {
 
 inline Byte* dynamic_shared() { return machine->mine().memory; }
 
-// Runs a kernel's clusters of two CTAs one after the other. Counts broken rules.
+// Runs the cluster of two CTAs whose first one has this index. Counts broken rules.
+inline void run_pair(unsigned first, unsigned ctas, unsigned threads, unsigned bytes, unsigned seed,
+                     Policy policy, unsigned* broken, const std::vector<Late>& late, bool alone,
+                     const std::function<void()>& kernel) {
+    Machine own{policy, seed * 2654435761ull + first + 1, broken, {}, {}, {}, late, 0, alone};
+    own.begin_front();
+    own.core.resize(2);
+    machine = &own;
+    for (unsigned rank = 0; rank < 2; ++rank) {
+        Core& core = own.core[rank];
+        core.memory = static_cast<Byte*>(std::aligned_alloc(1024, shared_bytes));
+        std::memset(core.memory, 0xff, shared_bytes);
+        core.cta.block = {first + rank, 0, 0};
+        core.cta.grid = {ctas, 1, 1};
+        core.cta.size = {threads, 1, 1};
+        core.cta.rank = rank;
+        core.cta.neighbours = 2;
+        core.cta.cluster = &own.cluster;
+        core.cta.body = kernel;
+        core.stacks = make_fibers(core.cta);
+        core.operations.resize(threads);
+        core.fenced.resize(threads), core.ordered.resize(threads);
+        core.followed.resize(threads);
+        core.issued.resize(threads), core.groups.resize(threads), core.issues.resize(threads / 128);
+    }
+    own.run();
+    if (own.over == 0) own.end_front();
+    for (Core& core : own.core) {
+        for (unsigned i = bytes; i < shared_bytes; ++i) own.check(core.memory[i] == 0xff, outside);
+        std::free(core.memory);
+    }
+}
+
+// Runs a kernel's clusters one after the other.
 inline void launch_pairs(unsigned ctas, unsigned threads, unsigned bytes, unsigned seed,
                          Policy policy, unsigned* broken, const std::vector<Late>& late,
                          const std::function<void()>& kernel) {
-    for (unsigned first = 0; first < ctas; first += 2) {
-        Machine own{policy, seed * 2654435761ull + first + 1, broken, {}, {}, {}, late};
-        own.begin_front();
-        own.core.resize(2);
-        machine = &own;
-        for (unsigned rank = 0; rank < 2; ++rank) {
-            Core& core = own.core[rank];
-            core.memory = static_cast<Byte*>(std::aligned_alloc(1024, shared_bytes));
-            std::memset(core.memory, 0xff, shared_bytes);
-            core.cta.block = {first + rank, 0, 0};
-            core.cta.grid = {ctas, 1, 1};
-            core.cta.size = {threads, 1, 1};
-            core.cta.rank = rank;
-            core.cta.neighbours = 2;
-            core.cta.cluster = &own.cluster;
-            core.cta.body = kernel;
-            core.stacks = make_fibers(core.cta);
-            core.operations.resize(threads);
-            core.fenced.resize(threads), core.ordered.resize(threads);
-            core.followed.resize(threads);
-            core.issued.resize(threads), core.groups.resize(threads),
-                core.issues.resize(threads / 128);
-        }
-        own.run();
-        if (own.over == 0) own.end_front();
-        for (Core& core : own.core) {
-            for (unsigned i = bytes; i < shared_bytes; ++i)
-                own.check(core.memory[i] == 0xff, outside);
-            std::free(core.memory);
-        }
-        if (broken[deadlock] != 0) return;
-    }
+    for (unsigned first = 0; first < ctas && broken[deadlock] == 0; first += 2)
+        run_pair(first, ctas, threads, bytes, seed, policy, broken, late, true, kernel);
+}
+
+// Runs a kernel's clusters at once, in threads of the system.
+inline void launch_pairs_at_once(unsigned ctas, unsigned threads, unsigned bytes, unsigned seed,
+                                 Policy policy, unsigned* broken,
+                                 const std::function<void()>& kernel) {
+    std::vector<std::thread> running;
+    std::vector<std::array<unsigned, rules>> own(ctas / 2, std::array<unsigned, rules>{});
+    for (unsigned first = 0; first < ctas; first += 2)
+        running.emplace_back([=, &own] {
+            run_pair(first, ctas, threads, bytes, seed, policy, own[first / 2].data(), {}, false,
+                     kernel);
+        });
+    for (std::thread& each : running) each.join();
+    for (const auto& each : own)
+        for (unsigned rule = 0; rule < rules; ++rule) broken[rule] += each[rule];
 }
 
 }  // namespace emulated

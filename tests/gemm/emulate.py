@@ -60,6 +60,7 @@ BODIES = {
     },
     "team.cuh": {"void griddep_wait()": "emulated::follow();"},
 }
+MLP_BODIES = {"void await_count(u32* at, u32 count)": "emulated::await_count(at, count);"}
 WGMMA_BODIES = {
     "void wgmma_fence()": ORDERED,
     "void wgmma_commit()": "emulated::commit();",
@@ -118,6 +119,34 @@ extern "C" __attribute__((visibility("default"))) void grouped_gemm_{i}(
 """
 
 
+MLP_ENTRY = """\
+extern "C" __attribute__((visibility("default"))) void grouped_mlp_{i}(
+    const weft::GemmArgs* up, const weft::GemmArgs* down, void* state, unsigned ctas, unsigned seed,
+    unsigned policy, bool at_once, unsigned* broken) {{
+    constexpr weft::GemmShape U = {up};
+    constexpr weft::GemmShape D = {down};
+    auto* const own = static_cast<weft::MlpState<U.experts>*>(state);
+    const auto kernel = [up, down, own] {{ weft::grouped_mlp<U, D>(*up, *down, *own); }};
+    const unsigned bytes = weft::gemm_shared_bytes<U>();
+    const auto order = emulated::Policy(policy);
+    if (at_once)
+        emulated::launch_pairs_at_once(ctas, {threads}, bytes, seed, order, broken, kernel);
+    else
+        emulated::launch_pairs(ctas, {threads}, bytes, seed, order, broken, {{}}, kernel);
+}}
+"""
+
+
+def compile_mlps(shapes: Iterable[kernels.MlpShape], mutation: Mutation | None = None) -> Path:
+    """Return the shared library of kernels of two GEMMs, optionally with a fault."""
+    entries = "".join(
+        MLP_ENTRY.format(i=i, up=s.up.cpp_value, down=s.down.cpp_value, threads=THREADS)
+        for i, s in enumerate(shapes)
+    )
+    text = f"{GEMM_HEAD}#include <weft/gemm/grouped_mlp.cuh>\n{entries}"
+    return build_library(gemm_tree(mutation), text)
+
+
 def compile_gemms(shapes: Iterable[kernels.GemmShape], mutation: Mutation | None = None) -> Path:
     """Return the shared library of the kernels of some shapes, optionally with a fault."""
     entries = "".join(
@@ -133,12 +162,14 @@ def gemm_tree(mutation: Mutation | None = None) -> Tree:
     tree = emulated_tree(mutation)
     for name, bodies in BODIES.items():
         replace_bodies(tree, f"device/{name}", bodies)
+    replace_bodies(tree, "gemm/publish.cuh", MLP_BODIES)
     replace_bodies(tree, "gemm/wgmma.cuh", WGMMA_BODIES)
     tree["gemm/wgmma.cuh"] = translated(tree["gemm/wgmma.cuh"])
-    kernel = tree["gemm/grouped_gemm.cuh"]
-    assert SHARED in kernel
     dynamic = "u8* const memory = emulated::dynamic_shared();"
-    return tree | {"gemm/grouped_gemm.cuh": kernel.replace(SHARED, dynamic)}
+    for name in ("gemm/grouped_gemm.cuh", "gemm/grouped_mlp.cuh"):
+        assert SHARED in tree[name]
+        tree[name] = tree[name].replace(SHARED, dynamic)
+    return tree
 
 
 def tensor_map(

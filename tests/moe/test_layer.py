@@ -17,7 +17,7 @@ from tests.ranks import on_ranks
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
 from weft.moe import MODES, OVERLAPS
-from weft.moe.experts.grouped_experts import GroupedExperts
+from weft.moe.layer.low_latency import LowLatencyWorkspace
 
 
 def poison(layer: weft.MoE) -> None:
@@ -313,10 +313,11 @@ def test_low_latency_rounds_by_hand(group, overlap):
         y = layer.experts(rows)
         assert (y is None) == pushes
         if pushes:
-            experts = layer.workspace.experts
-            assert isinstance(experts, GroupedExperts)
+            workspace = layer.workspace
+            assert isinstance(workspace, LowLatencyWorkspace)
+            experts, grouped = workspace.experts, workspace._build_rows_by_expert(rows)
             with pytest.raises(InvalidArgument, match="has no buffer for results"):
-                experts.run_down(layer._weights)
+                experts.run(layer._weights, grouped, tokens=len(x))
             assert experts.buffers[-1].numel() == 0
             with pytest.raises(InvalidArgument, match="stores them at their owners"):
                 exchange.combine(torch.empty(rows.x.shape).to(x), ids, weights, rows.handle)

@@ -21,9 +21,8 @@ import weft
 from tests.moe.layers import EXPERTS, WIDER, Case
 from tests.moe.test_layer import settle
 from weft.alltoall.operator import AllToAll
-from weft.moe import ExpertWeights, MoEConfig, Routing
+from weft.moe import MoEConfig, Routing
 from weft.moe.experts.grouped_experts import GroupedExperts
-from weft.moe.experts.torch_experts import RowsByExpert
 
 CONFIG = MoEConfig(WIDER, 128, Routing(EXPERTS, 3), shared=128)
 MODES = ("shared_expert", "gemm_push")
@@ -53,17 +52,16 @@ class Poisoned:
         size = (shape.returned_rows * shape.returned_bytes,)
         self.returned = a2a.heap.tensor(size, torch.uint8, offset=offset)
         self.buffers = self.mlp.buffers
-        run_gate_up = self.mlp.run_gate_up
+        for name in ("run", "run_push"):
+            run = getattr(self.mlp, name)
 
-        def spoil(
-            weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
-        ) -> None:
-            run_gate_up(weights, rows, tokens=tokens, early=early)
-            if self.on:
-                for tensor in spoiled:
-                    tensor.fill_(0xFF)
+            def spoil(*args: Any, run: Callable[..., Any] = run, **kwargs: Any) -> Any:
+                if self.on:
+                    for tensor in spoiled:
+                        tensor.fill_(0xFF)
+                return run(*args, **kwargs)
 
-        vars(self.mlp)["run_gate_up"] = spoil
+            vars(self.mlp)[name] = spoil
 
     def begin(self) -> None:
         """Overwrite what the last round left: peers push rows back after this rank's dispatch."""

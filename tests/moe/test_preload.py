@@ -11,9 +11,10 @@ import torch
 
 from weft.gemm import GemmPlan, WgmmaPlan, reference
 from weft.gemm import config as gemm_config
-from weft.gemm.call import GemmCall
+from weft.gemm.call import GemmCall, check_call
 from weft.gemm.config import FP8, MXFP4
-from weft.gemm.kernels import GemmShape
+from weft.gemm.kernels import GemmShape, MlpShape, Shape
+from weft.gemm.operator import ExpertGemm
 from weft.heap.local import TensorSpec
 from weft.moe import MODELS, ExpertWeights, MoEConfig
 from weft.moe.experts import grouped_experts
@@ -25,8 +26,8 @@ HALVES = (torch.bfloat16, torch.float16)
 # Of the layer and of its weights, if they have scales: tiled products take no other float32.
 DTYPES = [(dtype, stored) for dtype in HALVES for stored in (None, FP8, MXFP4)]
 DTYPES.append((torch.float32, FP8))
-SIZES = ((256, 256), (384, 128), (264, 72))  # hidden, intermediate
-HINTS = (0, 1, 8, 20, 32, 64, 80, 100, 128, 150, 200, 300, 800, 2500, 5000)
+SIZES = ((256, 256), (384, 128), (264, 72), (512, 512))  # hidden, intermediate
+HINTS = (0, 1, 8, 20, 32, 64, 80, 100, 128, 150, 200, 300, 800, 1000, 2500, 5000)
 MOST = (0, 8, 64, 5000)
 
 
@@ -44,11 +45,11 @@ def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
+def loaded(monkeypatch: pytest.MonkeyPatch) -> set[Shape]:
     """Return the kernels that are loaded on a CPU that poses as a Hopper GPU."""
-    kinds: set[GemmShape] = set()
+    kinds: set[Shape] = set()
 
-    def preload_kernels(wanted: Iterable[GemmShape]) -> None:
+    def preload_kernels(wanted: Iterable[Shape]) -> None:
         kinds.update(wanted)
 
     for module in (grouped_experts, gemm_config):
@@ -58,15 +59,32 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
     return kinds
 
 
+def heights(shapes: set[Shape]) -> set[tuple[bool, int]]:
+    """Return the heights of tiles, with one GEMM and with both."""
+    fused = {(True, kind.up.plan.block_m) for kind in shapes if isinstance(kind, MlpShape)}
+    return fused | {(False, kind.plan.block_m) for kind in shapes if isinstance(kind, GemmShape)}
+
+
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
-    kinds: set[GemmShape] = set()
+def used(monkeypatch: pytest.MonkeyPatch) -> set[Shape]:
+    kinds: set[Shape] = set()
 
     def compute(call: GemmCall, plan: GemmPlan | WgmmaPlan) -> None:
         if isinstance(plan, WgmmaPlan):
             kinds.add(GemmShape.from_call(call, plan))
 
+    def fuse(*gemms: ExpertGemm, plan: WgmmaPlan, **options: Any) -> None:
+        groups = {name: options[name] for name in ("counts", "offsets")}
+        shapes = []
+        for gemm in gemms:
+            scales = {"a_scale": gemm.a_scale, "b_scale": gemm.b_scale, "bias": None}
+            kwargs = groups | scales | {"out": gemm.out, "epilogue": gemm.epilogue}
+            call = check_call(gemm.a, gemm.b, **kwargs)
+            shapes.append(GemmShape.from_call(call, plan))
+        kinds.add(MlpShape.from_shapes(*shapes))
+
     monkeypatch.setattr(reference, "run_reference", compute)
+    monkeypatch.setattr(grouped_experts, "grouped_mlp", fuse)
     return kinds
 
 
@@ -99,13 +117,11 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
             )
             layer.load_kernels(weights)
             for hint in (hint for hint in HINTS if hint <= most):
-                layer.run_gate_up(weights, grouped, tokens=hint)
                 if not pushes:
-                    layer.run_down(weights)
-                layer.run_push(weights)
+                    layer.run(weights, grouped, tokens=hint)
+                layer.run_push(weights, grouped, tokens=hint)
             assert used <= loaded
-            heights = {kind.plan.block_m for kind in loaded}
-            assert heights == {kind.plan.block_m for kind in used}, "none is loaded in vain"
+            assert heights(loaded) == heights(used), "none is loaded in vain"
         if stored == FP8:
             tiled = config.gate_up_rows % 256 == 0 or hidden % 256 == 0
             assert bool(used) == (tiled and not config.biased)

@@ -11,6 +11,7 @@
 #include <weft/gemm/mainloop_mxfp4.cuh>
 #include <weft/gemm/math_warps.cuh>
 #include <weft/gemm/pipeline.cuh>
+#include <weft/gemm/publish.cuh>
 #include <weft/gemm/shape.cuh>
 #include <weft/gemm/tile_scheduler.cuh>
 
@@ -103,17 +104,19 @@ WEFT_FN void compute_split(const GemmArgs& a, GemmShared<S>& smem, const Operand
     }
 }
 
+// Computes this cluster's tiles of a GEMM.
 template <GemmShape S>
-WEFT_FN void compute_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank) {
-    if constexpr (S.prefetch_weights) pdl_wait();
+WEFT_FN void compute_gemm(const GemmArgs& a, GemmShared<S>& smem, u8* tiles,
+                          TileScheduler<S>& scheduler, PipelineState<S.stages>& pipeline,
+                          u32 rank) {
     const Operands<S> operands(tiles);
-    TileScheduler<S> scheduler{smem};
-    PipelineState<S.stages> pipeline;
     Tile tile;
     u32 exchanges = 0;  // number of amax exchanges with the other CTA so far
+    u32 stored = 0;     // number of up tiles so far
     while (scheduler.next(tile)) {
         if constexpr (S.has_wide_n()) {
             compute_split<S>(a, smem, operands, pipeline, tile, rank);
+            if constexpr (S.part == Part::up) announce_up_tile(smem, tile.expert, stored++);
         } else {
             if constexpr (S.is_fp8() && S.block_m >= normal_m) {
                 if (tile.m == normal_m) {
@@ -126,6 +129,15 @@ WEFT_FN void compute_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u3
             compute_swap_ab<S, highest>(a, smem, operands, pipeline, tile, rank, exchanges);
         }
     }
+    if constexpr (S.part == Part::up) announce_up_tile(smem, no_expert, stored);
+}
+
+template <GemmShape S>
+WEFT_FN void compute_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank) {
+    if constexpr (S.prefetch_weights) pdl_wait();
+    TileScheduler<S> scheduler{smem};
+    PipelineState<S.stages> pipeline;
+    compute_gemm(a, smem, tiles, scheduler, pipeline, rank);
 }
 
 }  // namespace weft

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
@@ -28,6 +28,7 @@ DTYPES_16BIT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_SIZE = 2**31 - 1
 ACTIVATIONS = ("relu2",)
 BLOCK_N = 128  # weight rows per accumulator and per block of scales
+BLOCK_K = 128  # columns of k per block of scales
 
 # For WgmmaPlan; gemm/shape.cuh has the same constants.
 BLOCK_MS = (32, 64, 96, 128, 160, 192, 256)
@@ -37,6 +38,7 @@ NORMAL_M = 128
 SPLIT_M = 2 * NORMAL_M  # FP8: rows of a tile that is split between the two CTAs of a cluster
 CLUSTER_N = 2 * BLOCK_N
 MAX_EXPERTS = 1024
+MAX_FUSED_EXPERTS = 512  # of a kernel of two GEMMs: more may not fit into shared memory
 MAX_STAGES = 10
 MXFP4_MAX_STAGES = 16  # its stages are smaller
 MXFP4_CTAS = {32: 3, 96: 2}  # CTAs per SM by the largest block_m that allows them
@@ -302,6 +304,16 @@ class WgmmaPlan:
     def max_m_blocks(self, rows: int, experts: int) -> int:
         """Return the largest number of row blocks for `rows` rows of `experts` experts."""
         return rows // min(self.block_m, NORMAL_M) + min(rows, experts)
+
+    def fuses(self, experts: int, ks: Iterable[int]) -> bool:
+        """Return whether one kernel can compute two GEMMs of FP8 experts by this plan.
+
+        Args:
+            ks: k of the GEMMs.
+        """
+        ring = self.stages(experts) * BLOCK_K
+        whole_rings = all(k % ring == 0 for k in ks)
+        return self.has_wide_n(experts) and experts <= MAX_FUSED_EXPERTS and whole_rings
 
 
 def plan(

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int64, c_uint32, c_uint64
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from weft.runtime.layout import static_asserts
 from weft.runtime.stream import current_stream, loading_context
 
 _log = logging.getLogger(__name__)
-NAME, SHARED = "weft_grouped_gemm", "weft_gemm_shared"
+NAME, MLP_NAME, SHARED = "weft_grouped_gemm", "weft_grouped_mlp", "weft_gemm_shared"
 THREADS = 384
 ROW_BOXES = 4  # TMA boxes of 8, 16, 32 and 64 rows
 BLOCK_M_GRANULARITY, MAX_SWAP_AB_M = 16, 160
@@ -75,17 +75,31 @@ MAP_WORDS, MAP_ALIGNMENT = 16, 64
 # promotion and zero fill outside the tensor.
 _UINT8, _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_128B, _FILL_ZEROS = 0, 0, 3, 2, 0
 
-SOURCE = """\
+HEAD = """\
 #include <weft/gemm/wgmma.cuh>
 namespace weft {{
 {instructions}}}  // namespace weft
-#include <weft/gemm/grouped_gemm.cuh>
-constexpr weft::GemmShape S = {shape};
+#include <weft/gemm/{header}>
+{layout}constexpr weft::GemmShape S = {shape};
 static_assert(S.ctas_per_sm() == {ctas_per_sm});
-{layout}extern "C" {{ extern __device__ const unsigned long long {shared}[1]; }}
+extern "C" {{ extern __device__ const unsigned long long {shared}[1]; }}
 __device__ const unsigned long long {shared}[1] = {{weft::gemm_shared_bytes<S>()}};
-{counters}extern "C" __global__ void __launch_bounds__({threads}, {ctas_per_sm})
+"""
+SOURCE = """\
+{head}{counters}extern "C" __global__ void __launch_bounds__({threads}, {ctas_per_sm})
 {name}(const __grid_constant__ weft::GemmArgs a) {{ weft::grouped_gemm<S>(a, {tickets}); }}
+"""
+MLP_ARGS = """\
+struct MlpArgs {{
+    weft::GemmArgs up, down;
+    weft::MlpState<{experts}>* state;
+}};
+"""
+MLP_SOURCE = """\
+{head}constexpr weft::GemmShape D = {down};
+{args}static_assert(sizeof(MlpArgs) == {bytes});
+extern "C" __global__ void __launch_bounds__({threads}, 1)
+{name}(const __grid_constant__ MlpArgs a) {{ weft::grouped_mlp<S, D>(a.up, a.down, *a.state); }}
 """
 
 # PTX of a wgmma over 32 bytes of k for each operand dtype: shape and types, and the operands after
@@ -138,6 +152,17 @@ class GemmArgs(ctypes.Structure):
         ("offset", c_float),
         ("limit", c_float),
         ("ticket_slot", c_uint32),
+    )
+
+
+class MlpArgs(ctypes.Structure):
+    """Mirror of `MlpArgs` in the source of `MlpShape`, which C++ aligns as tensor maps."""
+
+    _fields_ = (
+        ("up", GemmArgs),
+        ("down", GemmArgs),
+        ("state", c_uint64),
+        ("padding", c_uint64 * (MAP_ALIGNMENT // 8 - 1)),
     )
 
 
@@ -219,6 +244,7 @@ class GemmShape:
         flag_in_data: See `Push`.
         situ: Whether the gating is SiTU.
         relu2: Whether the activation of `Store` is "relu2".
+        part: "alone", or "up" or "down" in a kernel of both (`MlpShape`).
     """
 
     experts: int
@@ -233,6 +259,7 @@ class GemmShape:
     flag_in_data: bool = False
     situ: bool = False
     relu2: bool = False
+    part: str = "alone"
 
     @classmethod
     def from_call(cls, call: GemmCall, plan: WgmmaPlan) -> GemmShape:
@@ -255,7 +282,8 @@ class GemmShape:
         enums = f"weft::Epilogue::{self.epilogue}, weft::DType::{self.out_dtype}, "
         enums += f"weft::Operand::{self.operand}, weft::Bias::{self.bias}"
         flags = self.prefetch_weights, self.flag_in_data, self.situ, self.relu2
-        return f"{{{sizes}, {enums}, {', '.join(str(flag).lower() for flag in flags)}}}"
+        booleans = ", ".join(str(flag).lower() for flag in flags)
+        return f"{{{sizes}, {enums}, {booleans}, weft::Part::{self.part}}}"
 
     @property
     def draws_tickets(self) -> bool:
@@ -265,25 +293,82 @@ class GemmShape:
     @property
     def source(self) -> str:
         """The generated source of the kernel's entry."""
-        wide, draws = self.plan.has_wide_n(self.experts, self.operand), self.draws_tickets
-        ns = [BLOCK_N] if wide else wgmma_n_sizes(self.plan.block_m)
-        if self.operand == "mxfp4":
-            ns = [BLOCK_M_GRANULARITY // 2, *ns]
+        draws = self.draws_tickets
         return SOURCE.format(
-            instructions="".join(generate_wgmma(n, self.operand) for n in ns),
-            shape=self.cpp_value,
-            layout=static_asserts((GemmArgs,), SHARED_CONSTANTS),
+            head=self.source_head("grouped_gemm.cuh"),
             name=NAME,
-            shared=SHARED,
             threads=THREADS,
             ctas_per_sm=self.plan.ctas_per_sm(self.operand),
             counters=f"__device__ weft::TicketCounter tickets[{TICKET_SLOTS}];\n" if draws else "",
             tickets="tickets" if draws else "nullptr",
         )
 
+    def source_head(self, header: str) -> str:
+        """Return the start of the source: instructions, headers and this shape."""
+        wide = self.plan.has_wide_n(self.experts, self.operand)
+        ns = [BLOCK_N] if wide else wgmma_n_sizes(self.plan.block_m)
+        if self.operand == "mxfp4":
+            ns = [BLOCK_M_GRANULARITY // 2, *ns]
+        return HEAD.format(
+            instructions="".join(generate_wgmma(n, self.operand) for n in ns),
+            header=header,
+            shape=self.cpp_value,
+            layout=static_asserts((GemmArgs,), SHARED_CONSTANTS),
+            shared=SHARED,
+            ctas_per_sm=self.plan.ctas_per_sm(self.operand),
+        )
+
     def compile(self, arch: str) -> bytes:
         """Compile the kernel and return its cubin; needs no GPU. Raises CompileError."""
         return compile_cubin(self.source, name="grouped_gemm", arch=arch, options=CUDA_OPTIONS)
+
+    def load(self, module: CudaModule) -> Function:
+        """Return the kernel of a compiled module."""
+        return _get_function(module, NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpShape:
+    """Compile-time parameters of a kernel of both GEMMs of experts.
+
+    Attributes:
+        up: Shape of the GEMM whose results the other one multiplies.
+        down: Shape of the other one, with the same plan.
+    """
+
+    up: GemmShape
+    down: GemmShape
+
+    @classmethod
+    def from_shapes(cls, up: GemmShape, down: GemmShape) -> MlpShape:
+        """Combine the shapes of two kernels."""
+        up = replace(up, part="up", prefetch_weights=False)
+        return cls(up, replace(down, part="down", prefetch_weights=False))
+
+    @property
+    def source(self) -> str:
+        """The generated source of the kernel's entry."""
+        return MLP_SOURCE.format(
+            head=self.up.source_head("grouped_mlp.cuh"),
+            down=self.down.cpp_value,
+            args=MLP_ARGS.format(experts=self.up.experts),
+            bytes=ctypes.sizeof(MlpArgs),
+            name=MLP_NAME,
+            threads=THREADS,
+        )
+
+    def compile(self, arch: str) -> bytes:
+        """Compile the kernel and return its cubin; needs no GPU. Raises CompileError."""
+        return compile_cubin(self.source, name="grouped_mlp", arch=arch, options=CUDA_OPTIONS)
+
+    def load(self, module: CudaModule) -> Function:
+        """Return the kernel of a compiled module."""
+        return _get_function(module, MLP_NAME)
+
+
+def _get_function(module: CudaModule, name: str) -> Function:
+    (shared,) = unpack_uint64s(module.global_bytes(SHARED))
+    return module.function(name, shared=shared)
 
 
 def describe_epilogue(epilogue: Epilogue) -> dict[str, Any]:
@@ -296,10 +381,11 @@ def describe_epilogue(epilogue: Epilogue) -> dict[str, Any]:
     return {"epilogue": f"store{suffix}", "relu2": epilogue.activation == "relu2"}
 
 
-_functions: dict[tuple[int, GemmShape], Function] = {}  # by device and shape; all threads use it
+Shape = GemmShape | MlpShape
+_functions: dict[tuple[int, Shape], Function] = {}  # by device and shape; all threads use it
 
 
-def load_kernel(shape: GemmShape) -> Function:
+def load_kernel(shape: Shape) -> Function:
     """Return the kernel of a shape on the current device; compiled and loaded by the first call.
 
     All threads share the module, which is never unloaded.
@@ -407,6 +493,47 @@ class HopperArguments:
         return self._struct
 
 
+class MlpLaunch:
+    """Launcher of both GEMMs of experts in one kernel, for one device and one thread.
+
+    Calls differ only in tensor addresses.
+
+    Args:
+        up: The GEMM whose results are a and a_scale of `down`, with the same counts and starts.
+    """
+
+    def __init__(self, up: GemmCall, down: GemmCall, plan: WgmmaPlan, use_pdl: bool) -> None:
+        self._device = torch.cuda.current_device()
+        shapes = (GemmShape.from_call(call, plan) for call in (up, down))
+        self._launcher = Launcher(
+            load_kernel(MlpShape.from_shapes(*shapes)), MlpArgs, use_pdl=use_pdl, cluster=2
+        )
+        self._up, self._down = HopperArguments(up), HopperArguments(down)
+        self._args = MlpArgs()
+        clusters = plan.max_m_blocks(len(up.a), len(up.b)) * -(
+            -max(up.sizes[1], down.sizes[1]) // CLUSTER_N
+        )
+        self._grid = min(_count_sms(self._device) // 2, clusters) * 2, 1, 1
+
+    def __call__(self, up: Sequence[int], down: Sequence[int], state: int) -> None:
+        """Launch the kernel on the current stream. Raises DriverError.
+
+        Args:
+            up: See `GemmCall.addresses`.
+            down: The same of the second GEMM.
+            state: Address of int32 `[2 + experts]`, 0 between launches.
+        """
+        self._args.state = state
+        for part, arguments, addresses in (
+            (MlpArgs.up, self._up, up),
+            (MlpArgs.down, self._down, down),
+        ):
+            filled = arguments.fill_addresses(addresses)
+            to = ctypes.addressof(self._args) + part.offset
+            ctypes.memmove(to, ctypes.addressof(filled), part.size)
+        self._launcher(self._args, self._grid, THREADS, current_stream(self._device))
+
+
 class HopperLaunch:
     """Launcher of calls that differ only in tensor addresses, for one device and one thread."""
 
@@ -510,7 +637,7 @@ def _load_driver() -> ctypes.CDLL:
         ) from error
 
 
-def preload_kernels(shapes: Iterable[GemmShape]) -> None:
+def preload_kernels(shapes: Iterable[Shape]) -> None:
     """Compile kernels in parallel and load them, so that later calls find them loaded.
 
     Raises:
@@ -529,10 +656,10 @@ def preload_kernels(shapes: Iterable[GemmShape]) -> None:
         load_kernel(shape)
 
 
-def _load_kernel(shape: GemmShape) -> Function:
+def _load_kernel(shape: Shape) -> Function:
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
-        mxfp4 = shape.operand == "mxfp4"
+        mxfp4 = isinstance(shape, GemmShape) and shape.operand == "mxfp4"
         feature = "MXFP4 weights need" if mxfp4 else "WgmmaPlan is for"
         alternative = "FP8 weights" if mxfp4 else "a GemmPlan, or omit plan"
         raise InvalidArgument(
@@ -545,8 +672,7 @@ def _load_kernel(shape: GemmShape) -> Function:
         )
     with loading_context(torch.cuda.current_device()):
         module = CudaModule(shape.compile(current_arch()), name="grouped_gemm", permanent=True)
-        (shared,) = unpack_uint64s(module.global_bytes(SHARED))
-        return module.function(NAME, shared=shared)
+        return shape.load(module)
 
 
 @functools.cache

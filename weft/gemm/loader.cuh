@@ -4,6 +4,7 @@
 #pragma once
 #include <weft/device/tma.cuh>
 #include <weft/gemm/pipeline.cuh>
+#include <weft/gemm/publish.cuh>
 #include <weft/gemm/shape.cuh>
 #include <weft/gemm/tile_scheduler.cuh>
 
@@ -114,6 +115,13 @@ WEFT_FN void load_rows(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 st
                      tile.first_row + r, full, l2_evict_last, S.shares_rows());
 }
 
+// Waits for the other CTA's last arrivals, which need this CTA's mbarriers.
+template <GemmShape S>
+WEFT_FN void await_empty_stages(GemmShared<S>& smem, PipelineState<S.stages>& pipeline) {
+    for (u32 i = 0; i < S.stages; ++i, pipeline.advance())
+        smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);
+}
+
 // With PDL, fills stages with weights while the previous kernel still runs; returns their number.
 template <GemmShape S>
 WEFT_FN u32 prefetch_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank) {
@@ -128,21 +136,13 @@ WEFT_FN u32 prefetch_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, 
     return filled;
 }
 
-// Loads weights and rows of every k block into the stages; run by one thread. `counters`: those of
-// the kernel, or null if it draws no tickets.
+// Loads weights and rows of every k block of a GEMM into the stages. prefetched: stages that have
+// their weights. stored_up: of MlpState, for the second GEMM of a kernel.
 template <GemmShape S>
-WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank,
-                        TicketCounter* counters) {
-    u32 prefetched = 0;
-    if constexpr (S.prefetch_weights) {
-        prefetched = prefetch_weights(a, smem, tiles, rank);
-        pdl_wait();
-    }
-    TileScheduler<S> scheduler{smem};
-    PipelineState<S.stages> pipeline;
-    Tickets<S> tickets{a.ticket_slot == 0 ? nullptr : counters + a.ticket_slot};
+WEFT_FN void load_gemm(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank,
+                       TileScheduler<S>& scheduler, PipelineState<S.stages>& pipeline,
+                       Tickets<S>& tickets, u32 prefetched, u32* stored_up = nullptr) {
     Tile tile;
-    fence_for_bulk();  // the previous kernel wrote the rows with generic-proxy stores
     while (scheduler.next(tile)) {
         if constexpr (S.draws_tickets()) tickets.draw(smem, rank);
         for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
@@ -155,13 +155,32 @@ WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 r
                 smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);
                 load_weights(a, smem, tiles, pipeline.stage, tile, rank, k);
             }
+            if (S.part == Part::down && k == 0) {
+                await_up_tiles<S>(smem, scheduler, tile, stored_up);
+                fence_for_bulk();  // math warps of other CTAs wrote the rows with generic stores
+            }
             load_rows(a, smem, tiles, pipeline.stage, tile, rank, k);
         }
     }
+}
+
+// Loads the tiles of a kernel of one GEMM; run by one thread. `counters`: those of the kernel, or
+// null if it draws no tickets.
+template <GemmShape S>
+WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank,
+                        TicketCounter* counters) {
+    u32 prefetched = 0;
+    if constexpr (S.prefetch_weights) {
+        prefetched = prefetch_weights(a, smem, tiles, rank);
+        pdl_wait();
+    }
+    TileScheduler<S> scheduler{smem};
+    PipelineState<S.stages> pipeline;
+    Tickets<S> tickets{a.ticket_slot == 0 ? nullptr : counters + a.ticket_slot};
+    fence_for_bulk();  // the previous kernel wrote the rows with generic-proxy stores
+    load_gemm(a, smem, tiles, rank, scheduler, pipeline, tickets, prefetched);
     if constexpr (S.draws_tickets()) tickets.finish(rank);
-    // Wait for the other CTA's last arrivals, which need this CTA's mbarriers.
-    for (u32 i = 0; i < S.stages; ++i, pipeline.advance())
-        smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);
+    await_empty_stages(smem, pipeline);
 }
 
 template <u32 n> struct alignas(n * sizeof(float)) FloatVector {
@@ -247,13 +266,23 @@ WEFT_FN void load_tile_scales(const GemmArgs& a, GemmShared<S>& smem,
 }
 
 // Loads the scales of every k block, each row's multiplied by that of its FP8 weights; run by the
-// scale warps.
+// scale warps. stored_up: see load_gemm.
+template <GemmShape S>
+WEFT_FN void load_gemm_scales(const GemmArgs& a, GemmShared<S>& smem, u32 rank,
+                              TileScheduler<S>& scheduler, PipelineState<S.stages>& pipeline,
+                              u32* stored_up = nullptr) {
+    Tile tile;
+    while (scheduler.next(tile)) {
+        if constexpr (S.part == Part::down) await_up_tiles<S>(smem, scheduler, tile, stored_up);
+        load_tile_scales<S>(a, smem, pipeline, tile, rank);
+    }
+}
+
 template <GemmShape S> WEFT_FN void load_scales(const GemmArgs& a, GemmShared<S>& smem, u32 rank) {
     if constexpr (S.prefetch_weights) pdl_wait();
     TileScheduler<S> scheduler{smem};
     PipelineState<S.stages> pipeline;
-    Tile tile;
-    while (scheduler.next(tile)) load_tile_scales<S>(a, smem, pipeline, tile, rank);
+    load_gemm_scales(a, smem, rank, scheduler, pipeline);
 }
 
 }  // namespace weft

@@ -150,14 +150,14 @@ WEFT_FN void mainloop_normal(GemmShared<S>& smem, PipelineState<S.stages>& pipel
 
 // The first stage of a tile: a constant if all tiles pass through whole rings.
 template <GemmShape S> WEFT_FN u32 first_stage(const PipelineState<S.stages>& pipeline) {
-    return S.k_blocks() % S.stages == 0 ? 0 : pipeline.stage;
+    return S.has_whole_rings() ? 0 : pipeline.stage;
 }
 
 // Calls visit(stage, parity) for every k block of a tile. The loop is unrolled over the ring, so
 // that addresses of stages are constants.
 template <GemmShape S, class Visit>
 WEFT_FN void for_stages(PipelineState<S.stages>& pipeline, const Visit& visit) {
-    constexpr bool whole_rings = S.k_blocks() % S.stages == 0;
+    constexpr bool whole_rings = S.has_whole_rings();
     u32 first = first_stage<S>(pipeline), parity = pipeline.parity;
 #pragma unroll 1
     for (u32 k = 0; k < S.k_blocks(); first = 0, parity ^= 1) {

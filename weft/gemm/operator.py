@@ -10,7 +10,7 @@ import importlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 import torch
 
@@ -254,6 +254,130 @@ def _select_default_plan(call: GemmCall) -> GemmPlan | WgmmaPlan:
     ):
         return best
     return triton_plan(*sizes, gated=call.gated)
+
+
+class ExpertGemm(NamedTuple):
+    """Tensors and the epilogue of one of the GEMMs of `grouped_mlp`; see `grouped_gemm`."""
+
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    b: torch.Tensor
+    b_scale: torch.Tensor
+    out: Out
+    epilogue: Epilogue
+
+
+def grouped_mlp(
+    up: ExpertGemm,
+    down: ExpertGemm,
+    *,
+    counts: torch.Tensor,
+    offsets: torch.Tensor | None,
+    state: torch.Tensor,
+    plan: WgmmaPlan,
+    programmatic_launch: bool = False,
+) -> None:
+    """Compute two grouped GEMMs of FP8 experts in one kernel, on Hopper.
+
+    The results are bitwise equal to those of two calls of `grouped_gemm`. SMs without a tile of the
+    first GEMM begin with the second.
+
+    Args:
+        up: The first GEMM, with GatedQuant or StoreQuant.
+        down: The second one, whose a and a_scale are the results of the first.
+        counts: As in `grouped_gemm`.
+        offsets: As in `grouped_gemm`.
+        state: int32 `[2 + experts]`, 0 before the first call. Calls that share it must follow each
+            other in stream order.
+        plan: Plan of both GEMMs, for which `WgmmaPlan.fuses` holds.
+        programmatic_launch: As in `grouped_gemm`.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
+    """
+    tensors: list[torch.Tensor | None] = []
+    for gemm in (up, down):
+        pair = gemm.out if isinstance(gemm.out, tuple) else (gemm.out, None)
+        push = gemm.epilogue if isinstance(gemm.epilogue, Push) else None
+        addresses = (push.dst_addr, push.abort_flag) if push else (None, None)
+        tensors += (gemm.a_scale, gemm.b_scale, *pair, *addresses, None)
+        tensors += (counts, offsets, gemm.a, gemm.b)  # the order of GemmCall.tensors
+    tensors_of_gemm = len(tensors) // 2
+    tensor_key, all_addresses = build_tensors_key([*tensors, state])
+    down_key: object = down.epilogue
+    if isinstance(down.epilogue, Push):
+        down_key = down.epilogue.dtype, down.epilogue.flag_in_data
+    key = None
+    if tensor_key is not None:
+        key = tensor_key, up.epilogue, down_key, plan, programmatic_launch
+    prepared = _mlp_calls.prepared.find(key, all_addresses)
+    if prepared is None:
+        prepared = _prepare_mlp(up, down, counts, offsets, state, plan, programmatic_launch)
+        _mlp_calls.prepared.store(key, prepared)
+    with torch.cuda.device(prepared.device):
+        prepared.launch(
+            all_addresses[:tensors_of_gemm],
+            all_addresses[tensors_of_gemm:-1],
+            all_addresses[-1],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedMlp:
+    """The cached launch of a checked call of `grouped_mlp`."""
+
+    device: torch.device
+    launch: kernels.MlpLaunch
+    overlap_rules: tuple[OverlapRule, ...]
+
+
+class _ThreadMlpCalls(threading.local):
+    def __init__(self) -> None:
+        self.prepared: CallCache[_PreparedMlp] = CallCache()
+
+
+_mlp_calls = _ThreadMlpCalls()
+
+
+def _prepare_mlp(
+    up: ExpertGemm,
+    down: ExpertGemm,
+    counts: torch.Tensor,
+    offsets: torch.Tensor | None,
+    state: torch.Tensor,
+    plan: WgmmaPlan,
+    use_pdl: bool,
+) -> _PreparedMlp:
+    """Check a call and load its kernel."""
+
+    def check(gemm: ExpertGemm) -> GemmCall:
+        call = check_call(
+            gemm.a,
+            gemm.b,
+            counts=counts,
+            offsets=offsets,
+            a_scale=gemm.a_scale,
+            b_scale=gemm.b_scale,
+            bias=None,
+            out=gemm.out,
+            epilogue=gemm.epilogue,
+        )
+        call.check_no_overlap(call.overlap_rules)
+        kernels.check_plan(call, plan)
+        return call
+
+    calls = check(up), check(down)
+    experts = len(up.b)
+    check_tensor("state", state, shape=(2 + experts,), dtypes=(torch.int32,), device=up.a.device)
+    if not plan.fuses(experts, (call.sizes[2] for call in calls)):
+        raise InvalidArgument(f"{plan} does not fuse these GEMMs: call grouped_gemm for each")
+    shift = len(calls[0].tensors)
+    rules = calls[0].overlap_rules + tuple(
+        (out + shift, size, tuple((i + shift, n, exact) for i, n, exact in others))
+        for out, size, others in calls[1].overlap_rules
+    )
+    with torch.cuda.device(up.a.device):
+        return _PreparedMlp(up.a.device, kernels.MlpLaunch(*calls, plan, use_pdl), rules)
 
 
 @disable_autocast

@@ -30,15 +30,18 @@ template <GemmShape S> struct GemmShared {
     alignas(S.is_mxfp4() ? 128 : 16) Magnitudes magnitudes[S.is_mxfp4() ? magnitude_tables : 1];
     StageScales<S> scales[S.has_fp8_rows() ? S.stages : 1];
     alignas(16) u8 staging[math_warps * staging_bytes];
-    u64 dst_addrs[S.epilogue == Epilogue::push ? S.block_m : 1];
+    u64 dst_addrs[S.epilogue == Epilogue::push || S.in_mlp() ? S.block_m : 1];
     // The largest |x| of each row, as bits: per warp, and from the other CTA.
     u32 amax[S.exchanges_amax() ? math_warps : 1][S.exchanges_amax() ? S.cta_m() / 2 : 1];
     u32 peer_amax[S.exchanges_amax() ? 2 : 1][S.exchanges_amax() ? S.cta_m() : 1];
-    float inverse_scales[S.stores_fp8() ? S.cta_m() : 1];
-    u32 tile_ends[S.experts], expert_order[S.experts];  // see tile_scheduler.cuh
+    float inverse_scales[S.stores_fp8() || S.in_mlp() ? S.cta_m() : 1];
+    u32 tile_ends[S.in_mlp() ? 2 * S.experts : S.experts];  // see tile_scheduler.cuh
+    u32 expert_order[S.experts];
+    u32 stored_expert[2];  // see publish.cuh
     u32 counts[S.experts], first_rows[S.experts];
     u32 tickets[S.ticket_ring()];
     Mbarrier full[S.stages], empty[S.stages], peer_amax_full[2], ticket_full[S.ticket_ring()];
+    Mbarrier stored, published;
 };
 
 template <GemmShape S> constexpr u32 gemm_shared_bytes() {
@@ -69,6 +72,8 @@ template <GemmShape S> WEFT_FN void init_mbarriers(GemmShared<S>& smem) {
         smem.full[i].init(S.has_fp8_rows() ? 1 + S.scale_warps() : 1);
         smem.empty[i].init((S.shares_rows() ? 2 : 1) * math_warps);
     }
+    smem.stored.init(math_warps);
+    smem.published.init(1);
     smem.peer_amax_full[0].init(1);
     smem.peer_amax_full[1].init(1);
     for (u32 i = 0; i < S.ticket_ring(); ++i) smem.ticket_full[i].init(1);

@@ -11,6 +11,9 @@ namespace weft {
 enum class Epilogue : u32 { store, push, gated, gated_fp8, store_fp8 };
 enum class Bias : u32 { none, bf16, fp16, fp32 };
 
+// Whether a GEMM is a kernel of its own or one of the two of experts' kernel (grouped_mlp.cuh).
+enum class Part : u32 { alone, up, down };
+
 constexpr u32 block_n = 128;                  // weight rows per CTA; gated: half gate, half up
 constexpr u32 gated_block_n = block_n / 2;    // columns per CTA of a gated result
 constexpr u32 cluster_n = 2 * block_n;        // weight rows of the two CTAs of a cluster
@@ -56,7 +59,11 @@ struct GemmShape {
     bool flag_in_data;      // push: the owner polls the rows themselves
     bool situ;              // gated: gate and up are squashed by tanh
     bool relu2;             // store and store_fp8: sums are squared after ReLU
+    Part part = Part::alone;
 
+    constexpr bool in_mlp() const { return part != Part::alone; }
+    // The first position of the GEMM's experts in GemmShared::tile_ends.
+    constexpr u32 first_position() const { return part == Part::down ? experts : 0; }
     constexpr bool is_fp8() const { return operand == Operand::fp8; }
     constexpr bool is_mxfp4() const { return operand == Operand::mxfp4; }
     constexpr bool has_fp8_rows() const { return is_fp8() || is_mxfp4(); }
@@ -78,12 +85,17 @@ struct GemmShape {
         const u32 bytes = k * (has_fp8_rows() ? 1 : 2);
         return (bytes + block_k_bytes - 1) / block_k_bytes;
     }
+    // Whether all tiles pass through whole rings of stages.
+    constexpr bool has_whole_rings() const { return k_blocks() % stages == 0; }
     constexpr u32 weight_bytes() const {
         return is_mxfp4() ? unit_pair_bytes : (has_wide_n() ? 2 : 1) * weight_tile_bytes;
     }
     constexpr u32 stage_bytes() const { return weight_bytes() + cta_m() * block_k_bytes; }
-    // Warps of the loading warpgroup that load scales, a row per lane as far as possible.
-    constexpr u32 scale_warps() const { return cta_m() <= 32 ? 1 : cta_m() <= 64 ? 2 : 3; }
+    // Warps of the loading warpgroup that load scales, a row per lane as far as possible. In a
+    // kernel of two GEMMs the last one publishes tiles.
+    constexpr u32 scale_warps() const {
+        return cta_m() <= 32 ? 1 : cta_m() <= 64 || in_mlp() ? 2 : 3;
+    }
     // Scales of a row per k block. FP8 weights have separate ones for gate and up.
     constexpr u32 scales_of_row() const { return is_fp8() && (gated() || has_wide_n()) ? 2 : 1; }
     constexpr bool gated_fp8() const { return epilogue == Epilogue::gated_fp8; }
@@ -101,7 +113,9 @@ struct GemmShape {
         return is_fp8() && (has_split_m() || (block_m == normal_m && experts > 1));
     }
     // Whether clusters draw their tiles from a counter (tile_scheduler.cuh).
-    constexpr bool draws_tickets() const { return has_split_m(); }
+    constexpr bool draws_tickets() const { return has_split_m() || in_mlp(); }
+    // Tiles that a cluster takes without a ticket.
+    constexpr u32 undrawn_tiles() const { return in_mlp() ? 0 : 1; }
     // Tickets in shared memory. A ticket overwrites one whose tile the math warps of both CTAs have
     // begun: the loader is at most `stages` stages ahead of them, and tiles have at least one.
     constexpr u32 ticket_ring() const { return draws_tickets() ? stages + 2 : 1; }
@@ -114,6 +128,11 @@ struct GemmShape {
     constexpr u32 full_m() const {
         return is_fp8() && !has_split_m() && block_m > normal_m ? normal_m : block_m;
     }
+};
+
+// In global memory; 0 between launches.
+struct TicketCounter {
+    u32 drawn, finished;  // tickets; clusters that have drawn their last
 };
 
 // Mirrored by `GemmArgs` in gemm/kernels.py. Strides are in elements.
@@ -132,6 +151,12 @@ struct GemmArgs {
     u32 max_rows, rows;          // per expert; in total
     float alpha, offset, limit;  // limit: infinity without a limit
     u32 ticket_slot;             // kernels that draw tickets: their counter, or 0 for none
+};
+
+// In global memory, a kernel of two GEMMs: 0 between launches.
+template <u32 experts> struct MlpState {
+    TicketCounter tickets;
+    u32 stored_up[experts];  // up tiles whose results are stored, of each CTA
 };
 
 WEFT_FN u32 round_up(u32 x, u32 to) { return (x + to - 1) / to * to; }

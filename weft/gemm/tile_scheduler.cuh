@@ -135,9 +135,9 @@ template <GemmShape S> WEFT_FN void order_experts(GemmShared<S>& smem, u32 lane)
     __syncwarp();
 }
 
-// Computes the inclusive prefix sum of tiles over the sorted experts.
-template <GemmShape S> WEFT_FN void count_tiles(GemmShared<S>& smem, u32 lane) {
-    u32 end = 0;
+// Computes the inclusive prefix sum of tiles over the sorted experts, and returns the last one.
+// end: number of tiles of an earlier GEMM.
+template <GemmShape S> WEFT_FN u32 count_tiles(GemmShared<S>& smem, u32 lane, u32 end = 0) {
 #pragma unroll 8
     for (u32 base = 0; base < S.experts; base += warp_lanes) {
         const u32 position = base + lane;
@@ -148,17 +148,19 @@ template <GemmShape S> WEFT_FN void count_tiles(GemmShared<S>& smem, u32 lane) {
             const u32 before = __shfl_up_sync(all_lanes, tiles, step);
             if (lane >= step) tiles += before;
         }
-        if (position < S.experts) smem.tile_ends[position] = end + tiles;
+        if (position < S.experts) smem.tile_ends[S.first_position() + position] = end + tiles;
         end += __shfl_sync(all_lanes, tiles, warp_lanes - 1);
     }
+    return end;
 }
 
 // Prepares the schedule; run by one warp before the first TileScheduler::next.
+// Returns the number of tiles.
 template <GemmShape S>
-WEFT_FN void schedule_tiles(const GemmArgs& a, GemmShared<S>& smem, u32 lane) {
+WEFT_FN u32 schedule_tiles(const GemmArgs& a, GemmShared<S>& smem, u32 lane) {
     read_counts(a, smem, lane);
     order_experts(smem, lane);
-    count_tiles(smem, lane);
+    return count_tiles(smem, lane);
 }
 
 // Enumerates this cluster's tiles. Experts are sorted by height, and tiles are dealt to clusters in
@@ -170,26 +172,35 @@ WEFT_FN void schedule_tiles(const GemmArgs& a, GemmShared<S>& smem, u32 lane) {
 // a period that may divide the number of clusters. There, tiles are drawn in the same order (see
 // Tickets). In a simulation of 32 experts with Zipf-distributed rows, 256 on average, the busiest
 // of 66 clusters then has 2 % more than the mean, against 15 % if the tiles are dealt.
+//
+// In a kernel of two GEMMs the tiles of the second follow those of the first, for experts in the
+// same order. There all tiles are drawn: a cluster that waits for an up tile knows that a running
+// cluster has it, even if others have no SM yet.
 template <GemmShape S> struct TileScheduler {
     GemmShared<S>& smem;
-    u32 position = 0, round = 0, tile_idx = 0;
+    u32 position = S.first_position(), round = 0, tile_idx = 0;
+    bool is_drawn = false;  // Part::down: whether tile_idx is drawn for the next tile
 
     WEFT_FN u32 await_ticket() {
-        const u32 drawn = round - 1, slot = drawn % S.ticket_ring();
+        const u32 drawn = round - S.undrawn_tiles(), slot = drawn % S.ticket_ring();
         smem.ticket_full[slot].wait(drawn / S.ticket_ring() % 2);
         return smem.tickets[slot];
     }
-    WEFT_FN bool next(Tile& tile) {
+    WEFT_FN void draw() {
         const u32 clusters = gridDim.x / 2, self = blockIdx.x / 2;
         if constexpr (S.draws_tickets())
-            tile_idx = round == 0 ? self : await_ticket();
+            tile_idx = round < S.undrawn_tiles() ? self : await_ticket();
         else
             tile_idx = round * clusters + (round % 2 == 0 ? self : clusters - 1 - self);
         ++round;
-        if (tile_idx >= smem.tile_ends[S.experts - 1]) return false;
+    }
+    WEFT_FN bool next(Tile& tile) {
+        if (S.part != Part::down || !is_drawn) draw();
+        if constexpr (S.part == Part::down) is_drawn = false;
+        if (tile_idx >= smem.tile_ends[S.first_position() + S.experts - 1]) return false;
         while (tile_idx >= smem.tile_ends[position]) ++position;
         const u32 offset = tile_idx - (position == 0 ? 0 : smem.tile_ends[position - 1]);
-        tile.expert = smem.expert_order[position];
+        tile.expert = smem.expert_order[position - S.first_position()];
         const u32 count = smem.counts[tile.expert];
         if constexpr (S.has_split_m())
             set_split_or_wide(tile, SplitExpert<S>(count), offset, count);
@@ -229,14 +240,10 @@ template <GemmShape S> struct TileScheduler {
     }
 };
 
-// In global memory; 0 between launches.
-struct TicketCounter {
-    u32 drawn, finished;  // tickets; clusters that have drawn their last
-};
-
-// The tickets of a cluster, for the threads that load its tiles. Its first tile needs no ticket.
-// The thread of CTA 0 draws the next one from a counter in global memory while it loads a tile, and
-// sends it to both CTAs. Without a counter it deals the tiles in turn.
+// The tickets of a cluster, for the threads that load its tiles. The thread of CTA 0 draws the next
+// one from a counter in global memory while it loads a tile, and sends it to both CTAs. Without a
+// counter it deals the tiles in turn. A cluster's first tile needs no ticket, except in kernels of
+// two GEMMs.
 //
 // A cluster draws until a ticket is beyond the last tile, and then counts itself. The last cluster
 // resets the counter for the next launch, which draws after this one has ended. All clusters count,
@@ -259,7 +266,7 @@ template <GemmShape S> struct Tickets {
         // Dealt in turn, each round starts one cluster further: heights may alternate with a period
         // that divides the number of clusters.
         const u32 ticket = counter != nullptr
-                               ? clusters + value
+                               ? S.undrawn_tiles() * clusters + value
                                : (tile_idx / clusters + 1) * clusters + (tile_idx + 1) % clusters;
 #pragma unroll
         for (u32 cta = 0; cta < 2; ++cta)

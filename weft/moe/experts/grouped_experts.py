@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.errors import InvalidArgument
-from weft.gemm import (
-    GemmPlan,
-    Push,
-    WgmmaPlan,
-    grouped_gemm,
-)
+from weft.gemm import STORE, GemmPlan, Push, Store, WgmmaPlan, grouped_gemm
 from weft.gemm.config import COARSE_ROWS, DTYPES_16BIT, FP8, fastest_plan, is_hopper
-from weft.gemm.kernels import OPERANDS, GemmShape, describe_epilogue, preload_kernels
+from weft.gemm.kernels import (
+    OPERANDS,
+    GemmShape,
+    MlpShape,
+    describe_epilogue,
+    preload_kernels,
+)
+from weft.gemm.operator import ExpertGemm, grouped_mlp
 from weft.heap.local import Allocate
 from weft.moe.experts.torch_experts import RowsByExpert
 from weft.moe.experts.weights import ExpertWeights
@@ -35,6 +37,8 @@ class BatchPlans(NamedTuple):
 class GroupedExperts:
     """Two grouped GEMMs: the first activates and quantises in its epilogue, the second may push.
 
+    On Hopper, one kernel computes both where FP8 experts have many rows.
+
     `TorchExperts` documents the methods. FP8 and MXFP4 weights need FP8 rows.
 
     All plans of a GEMM give the same bits. The fastest one depends on the weights' dtype and the
@@ -48,10 +52,8 @@ class GroupedExperts:
         max_tokens: Maximum tokens of one rank in one call.
         use_pdl: Use programmatic dependent launch.
         allocate: Allocates the buffers.
-        gemm_push: Results are only pushed: `run_down` raises, and its buffer is not allocated.
+        gemm_push: Results are only pushed: `run` raises, and its buffer is not allocated.
     """
-
-    _plan: BatchPlans  # set by `run_gate_up` for the calls that follow
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class GroupedExperts:
                 ((*y_rows, config.hidden), config.dtype),
             ]
         )
-        self._rows_by_expert: RowsByExpert | None = None
+        self._mlp_state = torch.zeros(2 + num_experts, dtype=torch.int32, device=self._act.device)
         self._push: Push | None = None
         self._num_ranks, self._max_tokens = num_ranks, max_tokens
         self._plans: dict[tuple[int, torch.dtype], BatchPlans] = {}
@@ -111,19 +113,27 @@ class GroupedExperts:
         operands = OPERANDS[dtype], out if biased else "none"
         up_rows, up_fields = self._config.gate_up_rows, describe_epilogue(self._epilogue)
         up_fields["out_dtype"] = "bf16" if self._fp8 else out
-        shapes: set[GemmShape] = set()
+        shapes: set[GemmShape | MlpShape] = set()
         fine_rows = range(min(max_rows, COARSE_ROWS) + 1)
         for rows in {*fine_rows, *range(0, max_rows + 1, 64), max_rows}:
             plans = self._select_plans(rows, dtype)
+            up = None
             if isinstance(plans.up, WgmmaPlan):
                 fields = {"operand": operands[0], "bias": operands[1], **up_fields}
-                shapes.add(GemmShape(num_experts, up_rows, hidden, plans.up, **fields))
-            for epilogue, down in (("store", plans.down), ("push", plans.push)):
-                if isinstance(down, WgmmaPlan) and (epilogue == "push" or not self._uses_gemm_push):
-                    shape = GemmShape(num_experts, hidden, inner, down, epilogue, out, *operands)
+                up = GemmShape(num_experts, up_rows, hidden, plans.up, **fields)
+            for epilogue, plan in (("store", plans.down), ("push", plans.push)):
+                if epilogue == "store" and self._uses_gemm_push:
+                    continue
+                down = None
+                if isinstance(plan, WgmmaPlan):
+                    down = GemmShape(num_experts, hidden, inner, plan, epilogue, out, *operands)
                     flag_in_data = epilogue == "push" and self._masked
                     prefetch = self._use_pdl
-                    shapes.add(replace(shape, prefetch_weights=prefetch, flag_in_data=flag_in_data))
+                    down = replace(down, prefetch_weights=prefetch, flag_in_data=flag_in_data)
+                if up is not None and down is not None and self._fuses(plans.up, plan, dtype):
+                    shapes.add(MlpShape.from_shapes(up, down))
+                else:
+                    shapes.update(shape for shape in (up, down) if shape is not None)
         with torch.cuda.device(self._act.device):
             preload_kernels(shapes)
 
@@ -151,36 +161,30 @@ class GroupedExperts:
             push=fastest_plan(*sizes, hidden, inner, dtype, flag_in_data=self._masked, **kwargs),
         )
 
-    def run_gate_up(
-        self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
-    ) -> None:
-        self._rows_by_expert, self._plan = rows, self._get_plans(tokens, weights.gate_up.dtype)
-        grouped_gemm(
-            rows.rows[0],
-            weights.gate_up,
-            counts=rows.counts,
-            offsets=None if self._masked else rows.offsets,
-            a_scale=rows.rows[1] if self._fp8 else None,
-            b_scale=weights.gate_up_scale,
-            bias=weights.gate_up_bias,
-            out=(self._act, self._scales) if self._fp8 else self._act,
-            plan=self._plan.up,
-            epilogue=self._epilogue,
-            programmatic_launch=self._use_pdl and early,
-        )
+    def _fuses(
+        self, up: GemmPlan | WgmmaPlan, down: GemmPlan | WgmmaPlan, dtype: torch.dtype
+    ) -> bool:
+        """Whether one kernel computes both GEMMs."""
+        if dtype != FP8 or up != down or not isinstance(up, WgmmaPlan):
+            return False
+        return up.fuses(self._num_experts, (self._config.hidden, self._config.intermediate))
 
-    def run_down(self, weights: ExpertWeights) -> torch.Tensor:
+    def run(
+        self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
+    ) -> torch.Tensor:
         if self._uses_gemm_push:
             raise InvalidArgument(
                 "the layer was built with overlap='gemm_push', which has no buffer for results: "
                 "call run_push"
             )
-        self._run_down_gemm(weights, self._plan.down, out=self._y)
+        plans = self._get_plans(tokens, weights.gate_up.dtype)
+        self._run_gemms(weights, rows, plans.up, plans.down, STORE, self._y, early=early)
         return self._y
 
-    def run_push(self, weights: ExpertWeights) -> None:
-        rows = self._rows_by_expert
-        if rows is None or rows.dst_addr is None:
+    def run_push(
+        self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
+    ) -> None:
+        if rows.dst_addr is None:
             raise InvalidArgument(
                 "these rows have no dst_addr; build the layer with overlap='gemm_push'"
             )
@@ -191,26 +195,66 @@ class GroupedExperts:
                 flag_in_data=rows.abort_flag is not None,
                 abort_flag=rows.abort_flag,
             )
-        self._run_down_gemm(weights, self._plan.push, epilogue=self._push)
+        plans = self._get_plans(tokens, weights.gate_up.dtype)
+        self._run_gemms(weights, rows, plans.up, plans.push, self._push, None, early=early)
 
-    def release_rows(self) -> None:
-        self._rows_by_expert = self._push = None
-
-    def _run_down_gemm(
-        self, weights: ExpertWeights, plan: GemmPlan | WgmmaPlan, **kwargs: Any
+    def _run_gemms(
+        self,
+        weights: ExpertWeights,
+        rows: RowsByExpert,
+        up_plan: GemmPlan | WgmmaPlan,
+        down_plan: GemmPlan | WgmmaPlan,
+        epilogue: Store | Push,
+        out: torch.Tensor | None,
+        *,
+        early: bool,
     ) -> None:
-        rows = self._rows_by_expert
-        assert rows is not None
+        counts, offsets = rows.counts, None if self._masked else rows.offsets
+        act, scales = self._act, self._scales if self._fp8 else None
+        act_out = (act, self._scales) if self._fp8 else act
+        if self._fuses(up_plan, down_plan, weights.gate_up.dtype):
+            assert isinstance(up_plan, WgmmaPlan)
+            assert weights.gate_up_scale is not None
+            assert weights.down_scale is not None
+            x, x_scale = rows.rows
+            up = ExpertGemm(
+                x, x_scale, weights.gate_up, weights.gate_up_scale, act_out, self._epilogue
+            )
+            down = ExpertGemm(act, self._scales, weights.down, weights.down_scale, out, epilogue)
+            grouped_mlp(
+                up,
+                down,
+                counts=counts,
+                offsets=offsets,
+                state=self._mlp_state,
+                plan=up_plan,
+                programmatic_launch=self._use_pdl and early,
+            )
+            return
         grouped_gemm(
-            self._act,
+            rows.rows[0],
+            weights.gate_up,
+            counts=counts,
+            offsets=offsets,
+            a_scale=rows.rows[1] if self._fp8 else None,
+            b_scale=weights.gate_up_scale,
+            bias=weights.gate_up_bias,
+            out=act_out,
+            plan=up_plan,
+            epilogue=self._epilogue,
+            programmatic_launch=self._use_pdl and early,
+        )
+        grouped_gemm(
+            act,
             weights.down,
-            counts=rows.counts,
-            offsets=None if self._masked else rows.offsets,
-            a_scale=self._scales if self._fp8 else None,
+            counts=counts,
+            offsets=offsets,
+            a_scale=scales,
             b_scale=weights.down_scale,
             bias=weights.down_bias,
-            plan=plan,
+            out=out,
+            plan=down_plan,
+            epilogue=epilogue,
             programmatic_launch=self._use_pdl,
             prefetch_weights=True,  # safe: the first GEMM, before it, has waited for the counts
-            **kwargs,
         )

@@ -47,8 +47,8 @@ def select_torch_layout(device: torch.device) -> Layout:
 class TorchExperts:
     """Experts on torch's matrix products, with buffers that layers of one workspace share.
 
-    Call `run_gate_up`, then `run_down` or `run_push`. On a GPU they only enqueue
-    kernels. FP8 rows are converted to the layer's dtype.
+    On a GPU, `run` and `run_push` only enqueue kernels. FP8 rows are converted to the layer's
+    dtype.
 
     Args:
         rows: `[max_rows]` for packed rows, or `[experts, max_rows]`.
@@ -78,7 +78,6 @@ class TorchExperts:
                 ((*rows, hidden), dtype),
             ]
         )
-        self._num_used = 0
         self._spans: list[tuple[int, slice]] = []  # packed rows of each expert with rows
 
     @property
@@ -89,33 +88,29 @@ class TorchExperts:
     def load_kernels(self, weights: ExpertWeights) -> None:
         """Do nothing: torch loads its own kernels."""
 
-    def run_gate_up(
+    def run(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
-    ) -> None:
-        """Run the gate and up projections, or up alone, and the activation.
+    ) -> torch.Tensor:
+        """Run the experts and return `[*rows, hidden]`, which the next call overwrites.
 
         Args:
             tokens: Approximate number of tokens per rank, a hint for the choice of plan.
-            early: Whether the kernel may start while the previous one still runs.
+            early: Whether the first kernel may start while the previous one still runs.
         """
-        self._num_used = num_used = self._read_spans(rows)
+        num_used = self._read_spans(rows)
         x = self._dequantize(rows.rows)[:num_used]
         h = self._h[:num_used]
         self._multiply(x, weights.gate_up, weights.gate_up_bias, h)
-        self._gating.apply(h, out=self._act[:num_used])
-
-    def run_down(self, weights: ExpertWeights) -> torch.Tensor:
-        """Run the down projection and return `[*rows, hidden]`."""
-        act, y = self._act[: self._num_used], self._y[: self._num_used]
+        act, y = self._act[:num_used], self._y[:num_used]
+        self._gating.apply(h, out=act)
         self._multiply(act, weights.down, weights.down_bias, y)
         return self._y
 
-    def run_push(self, weights: ExpertWeights) -> None:
-        """Run the down projection and store each row at its `dst_addr`. `GroupedExperts` only."""
+    def run_push(
+        self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
+    ) -> None:
+        """Run the experts and store each row at its `dst_addr`. `GroupedExperts` only."""
         raise InvalidArgument("gemm='torch' cannot store rows at peers; use gemm='grouped'")
-
-    def release_rows(self) -> None:
-        """Drop references to the rows of the last call, whose memory a graph may reuse."""
 
     def _read_spans(self, rows: RowsByExpert) -> int:
         """Return the number of leading rows, or blocks, in use; set `_spans` for packed rows."""

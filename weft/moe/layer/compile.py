@@ -112,7 +112,6 @@ def _expert_rows(
     result = layer.experts(ExpertRows(x, scales, counts, source, ranges, unused))
     assert result is not None  # gemm_push, which returns None, raises while tracing
     y.copy_(result)
-    layer.workspace.experts.release_rows()  # the graph owns their memory and may reuse it
 
 
 @_experts.register_fake

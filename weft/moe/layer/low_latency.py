@@ -62,12 +62,12 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
             "received", received, ExpertRows, "pass the result of layer.exchange.dispatch"
         )
         late = self.side_stream.is_busy and self._tokens >= LATE_START_TOKENS
-        rows = self._build_rows_by_expert(received)
-        self.experts.run_gate_up(weights, rows, tokens=self._tokens, early=not late)
+        rows, tokens = self._build_rows_by_expert(received), self._tokens
         if received.dst_addr is not None:
-            self.experts.run_push(weights)
+            self.experts.run_push(weights, rows, tokens=tokens, early=not late)
             return None
-        return self.experts.run_down(weights).view(*received.x.shape[:2], self.config.hidden)
+        y = self.experts.run(weights, rows, tokens=tokens, early=not late)
+        return y.view(*received.x.shape[:2], self.config.hidden)
 
     def _build_rows_by_expert(self, received: ExpertRows) -> RowsByExpert:
         scales = () if received.scales is None else (received.scales,)

@@ -48,20 +48,20 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         max_rows = None if rows is None or self.group.hosts == 1 else max(rows, 1)
         received = exchange.dispatch(sent, routed.ids, scale, num_tokens=num_tokens, rows=max_rows)
         add = self._run_shared(shared, x)
-        experts.run_gate_up(weights, self._gather(received), tokens=len(x))
+        grouped = self._gather(received)
         if self.plan.gemm_push:
-            experts.run_push(weights)
+            experts.run_push(weights, grouped, tokens=len(x))
             self.side_stream.join()
             return exchange.combine(out=out, add=add)
-        self._groups.send(experts.run_down(weights))
+        self._groups.send(experts.run(weights, grouped, tokens=len(x)))
         self.side_stream.join()
         return exchange.combine_recv(out=out, add=add)
 
     def run_experts(self, weights: ExpertWeights, received: Received) -> None:
         """Write each row's weighted sum over this rank's experts to the exchange's output."""
         check_instance("received", received, Received, "pass the result of layer.exchange.dispatch")
-        self.experts.run_gate_up(weights, self._gather(received), tokens=self._tokens)
-        self._groups.scatter(self.experts.run_down(weights))
+        y = self.experts.run(weights, self._gather(received), tokens=self._tokens)
+        self._groups.scatter(y)
 
     def _gather(self, received: Received) -> RowsByExpert:
         grouped = self._groups.gather(received)
