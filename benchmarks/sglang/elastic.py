@@ -124,9 +124,10 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--kill", type=int, nargs="+", default=[3], help="ranks, one a round")
+    parser.add_argument("--kill", type=int, nargs="+", help="ranks, one a round; default: the last")
     parser.add_argument("--fail", type=int, default=0, help="replacements of a rank to kill")
     args = parser.parse_args()
+    args.kill = args.kill or [args.ranks - 1]
     questions = read_questions(CHECKPOINT / "questions.jsonl")[: args.questions]
     expected: list[str] = []
 
