@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both GEMMs of experts in one kernel, in the emulator and on a GPU: the bits are those of two."""
 
+import contextlib
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from tests.gemm.cases import UNTOUCHED, Case
 from tests.gemm.emulate import RULES, EmulatedHopper, compile_mlps
 from tests.mutations import MLP, WRONG, Mutation
+from weft.errors import InvalidArgument
 from weft.gemm import (
     STORE,
     Epilogue,
@@ -20,6 +23,7 @@ from weft.gemm import (
     WgmmaPlan,
     grouped_gemm,
     kernels,
+    operator,
 )
 from weft.gemm.call import GemmCall, check_call
 from weft.gemm.config import FP8
@@ -183,6 +187,79 @@ def test_bits_are_those_of_two_kernels(
         kernel.run(own, plan, state, seed, clusters, at_once=at_once)
         assert own.same_bits(expected), seed
         assert not state.any()
+
+
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Record the addresses of each launch from now on, with an empty call cache."""
+    launches: list[tuple[int, ...]] = []
+
+    class Launch:
+        def __init__(self, up: GemmCall, down: GemmCall, plan: WgmmaPlan, use_pdl: bool) -> None:
+            self.sizes = len(up.tensors), len(down.tensors)
+
+        def __call__(self, up: Sequence[int], down: Sequence[int], state: int) -> None:
+            assert (len(up), len(down)) == self.sizes
+            launches.append((*up, *down, state))
+
+    monkeypatch.setattr(operator, "_mlp_calls", operator._ThreadMlpCalls())
+    monkeypatch.setattr(kernels, "MlpLaunch", Launch)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    return launches
+
+
+def call_mlp(tensors: Tensors, *gemms: ExpertGemm) -> None:
+    state = torch.zeros(2 + len(tensors.counts), dtype=torch.int32)
+    grouped_mlp(*(gemms or tensors.gemms), **tensors.groups, state=state, plan=PLANS[1])
+
+
+@pytest.mark.parametrize("pushes", [False, True])
+def test_equal_calls_are_checked_once(pushes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = record_launches(monkeypatch)
+    kept = [Tensors("cpu", pushes=pushes) for _ in range(2)]
+    for tensors in kept:
+        call_mlp(tensors)
+    assert len(operator._mlp_calls.prepared) == 1
+    for tensors, addresses in zip(kept, launches, strict=True):
+        calls = tensors.calls()
+        assert list(addresses[:-1]) == [*calls[0].addresses, *calls[1].addresses]
+
+
+def test_results_overlap_no_tensor_of_either_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results of the second GEMM are stored while rows of the first are still read."""
+    launches = record_launches(monkeypatch)
+    tensors = Tensors("cpu")
+    up, down = tensors.gemms
+    memory = torch.zeros(tensors.y.numel() + up.a.numel(), dtype=torch.bfloat16)
+    y, rest = memory[: tensors.y.numel()].view_as(tensors.y), memory[tensors.y.numel() :]
+    bytes_ = memory.view(torch.uint8)
+    inside = bytes_[: up.a.numel()].view(FP8).view_as(up.a)
+    beside = rest.view(torch.uint8)[: up.a.numel()].view(FP8).view_as(up.a)
+    call_mlp(tensors, up._replace(a=beside), down._replace(out=y))
+    for _ in range(2):  # the first call is cached
+        with pytest.raises(InvalidArgument, match="out of down overlaps a of up in memory"):
+            call_mlp(tensors, up._replace(a=inside), down._replace(out=y))
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize("counts", [(), (0, 0)])
+def test_nothing_is_launched_without_rows_or_experts(
+    counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may have no experts: layers of few experts have ranks without any."""
+    launches = record_launches(monkeypatch)
+    tensors = Tensors("cpu", counts=(1, 0))
+    up, down = (
+        gemm._replace(b=gemm.b[: len(counts)], b_scale=gemm.b_scale[: len(counts)])
+        for gemm in tensors.gemms
+    )
+    tensors.counts = counts
+    tensors.groups = {name: t[: len(counts)] for name, t in tensors.groups.items()}
+    if counts:  # no rows
+        act = tensors.act[:0], tensors.scales[:0]
+        up = up._replace(a=up.a[:0], a_scale=up.a_scale[:0], out=act)
+        down = down._replace(a=act[0], a_scale=act[1], out=tensors.y[:0])
+    call_mlp(tensors, up, down)
+    assert launches == []
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,21 +94,39 @@ class GemmCall:
     @property
     def overlap_rules(self) -> tuple[OverlapRule, ...]:
         """Rules that no result may overlap another tensor."""
-        sizes = {i: _span_bytes(t) for i, t in enumerate(self.tensors) if t is not None}
-        return tuple(
-            (result, sizes[result], tuple((i, n, False) for i, n in sizes.items() if i != result))
-            for result in (OUT, OUT_SCALE)
-            if result in sizes
-        )
+        return build_overlap_rules(self.tensors, (OUT, OUT_SCALE))
 
-    def check_no_overlap(self, overlap_rules: tuple[OverlapRule, ...]) -> None:
-        """Raise InvalidArgument if a result overlaps another tensor."""
-        pair = find_overlap(self.addresses, overlap_rules)
-        if pair is not None:
-            raise InvalidArgument(
-                f"{NAMES[pair[0]]} overlaps {NAMES[pair[1]]} in memory: results are written while "
-                "other tensors of the call are read; pass a separate tensor"
-            )
+
+def build_overlap_rules(
+    tensors: Sequence[torch.Tensor | None], results: Sequence[int]
+) -> tuple[OverlapRule, ...]:
+    """Return the rules that no result may overlap another tensor.
+
+    Args:
+        results: Indices of the results in `tensors`.
+    """
+    sizes = {i: _span_bytes(t) for i, t in enumerate(tensors) if t is not None}
+    return tuple(
+        (result, sizes[result], tuple((i, n, False) for i, n in sizes.items() if i != result))
+        for result in results
+        if result in sizes
+    )
+
+
+def check_overlap_rules(
+    addresses: Sequence[int], rules: tuple[OverlapRule, ...], names: Sequence[str] = NAMES
+) -> None:
+    """Raise InvalidArgument if a result overlaps another tensor.
+
+    Args:
+        addresses: Addresses of the tensors, in the order of the rules and names.
+    """
+    pair = find_overlap(addresses, rules)
+    if pair is not None:
+        raise InvalidArgument(
+            f"{names[pair[0]]} overlaps {names[pair[1]]} in memory: results are written while "
+            "other tensors of the call are read; pass a separate tensor"
+        )
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:

@@ -17,7 +17,17 @@ import torch
 from weft.arguments import check_bools, check_int, raise_invalid
 from weft.errors import InvalidArgument
 from weft.gemm import kernels, reference, triton_launch
-from weft.gemm.call import OUT, OUT_DTYPES, OUT_SCALE, GemmCall, Out, check_call
+from weft.gemm.call import (
+    NAMES,
+    OUT,
+    OUT_DTYPES,
+    OUT_SCALE,
+    GemmCall,
+    Out,
+    build_overlap_rules,
+    check_call,
+    check_overlap_rules,
+)
 from weft.gemm.config import (
     FP8,
     MXFP4,
@@ -169,7 +179,7 @@ def grouped_gemm(
         prefetch_weights=prefetch_weights and programmatic_launch,
     )
     overlap_rules = () if out is None else call.overlap_rules
-    call.check_no_overlap(overlap_rules)
+    check_overlap_rules(call.addresses, overlap_rules)
     plan = plan or _select_default_plan(call)
     if isinstance(plan, WgmmaPlan):
         kernels.check_plan(call, plan)
@@ -313,6 +323,8 @@ def grouped_mlp(
     prepared = _mlp_calls.prepared.find(key, all_addresses)
     if prepared is None:
         prepared = _prepare_mlp(up, down, counts, offsets, state, plan, programmatic_launch)
+        if prepared is None:
+            return
         _mlp_calls.prepared.store(key, prepared)
     with torch.cuda.device(prepared.device):
         prepared.launch(
@@ -347,8 +359,8 @@ def _prepare_mlp(
     state: torch.Tensor,
     plan: WgmmaPlan,
     use_pdl: bool,
-) -> _PreparedMlp:
-    """Check a call and load its kernel."""
+) -> _PreparedMlp | None:
+    """Check a call and load its kernel; return None without rows or experts."""
 
     def check(gemm: ExpertGemm) -> GemmCall:
         call = check_call(
@@ -362,7 +374,6 @@ def _prepare_mlp(
             out=gemm.out,
             epilogue=gemm.epilogue,
         )
-        call.check_no_overlap(call.overlap_rules)
         kernels.check_plan(call, plan)
         return call
 
@@ -371,11 +382,14 @@ def _prepare_mlp(
     check_tensor("state", state, shape=(2 + experts,), dtypes=(torch.int32,), device=up.a.device)
     if not plan.fuses(experts, (call.sizes[2] for call in calls)):
         raise InvalidArgument(f"{plan} does not fuse these GEMMs: call grouped_gemm for each")
-    shift = len(calls[0].tensors)
-    rules = calls[0].overlap_rules + tuple(
-        (out + shift, size, tuple((i + shift, n, exact) for i, n, exact in others))
-        for out, size, others in calls[1].overlap_rules
-    )
+    tensors = (*calls[0].tensors, *calls[1].tensors, state)
+    # Down tiles are stored while the tensors of `up` are still read.
+    rules = calls[0].overlap_rules + build_overlap_rules(tensors, (len(NAMES) + OUT,))
+    names = [f"{name} of {part}" for part in ("up", "down") for name in NAMES]
+    addresses = [*calls[0].addresses, *calls[1].addresses, state.data_ptr()]
+    check_overlap_rules(addresses, rules, [*names, "state"])
+    if not len(calls[0].a) or not experts:
+        return None
     with torch.cuda.device(up.a.device):
         return _PreparedMlp(up.a.device, kernels.MlpLaunch(*calls, plan, use_pdl), rules)
 

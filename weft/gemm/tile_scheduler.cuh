@@ -3,8 +3,8 @@
 //
 // One warp of each CTA reads the counts, sorts experts by the height of their tiles and numbers
 // their M-blocks. Then every warp finds its cluster's tiles on its own. Tiles are dealt to the
-// clusters in turn or, in kernels with split tiles, drawn: one thread of a cluster draws a ticket,
-// the index of the next tile, and sends it to both CTAs.
+// clusters in turn or, in kernels with split tiles or of two GEMMs, drawn: one thread of a cluster
+// draws a ticket, the index of the next tile, and sends it to both CTAs.
 #pragma once
 #include <weft/device/order.cuh>
 #include <weft/device/team.cuh>
