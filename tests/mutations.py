@@ -406,6 +406,10 @@ MLP = {
         _gemm("publish.cuh", "await_up_tiles", r"2 \* tiles", "tiles", WRONG),
     "scales are read before the up tiles are stored":
         _gemm("loader.cuh", "load_gemm_scales", r"if constexpr \(S\.part[^;]*;", "", WRONG),
+    "rows of up tiles are loaded without a fence":
+        _gemm("loader.cuh", "load_gemm", r"fence_for_bulk\(\);", "", "unordered"),
+    "the kernel does not wait for the previous one":
+        _gemm("grouped_mlp.cuh", "grouped_mlp", r"pdl_wait\(\);", "", "hasty"),
     "a tile is published before all warps have stored it":
         _gemm("pipeline.cuh", "init_mbarriers", r"smem\.stored\.init\(math_warps\)",
               "smem.stored.init(1)", f"overrun|deadlock|{WRONG}"),

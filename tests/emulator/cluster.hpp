@@ -257,10 +257,12 @@ inline void meet(unsigned id, unsigned threads) {
     await_change(own.phase[id], phase);
 }
 
-// Until another thread of the GPU has counted this far.
+// Until another thread of the GPU has counted this far. The copy engine needs another fence before
+// it reads what that thread has stored.
 inline void await_count(const unsigned* at, unsigned count) {
     for (unsigned seen; (seen = __atomic_load_n(at, __ATOMIC_ACQUIRE)) < count;)
         await_change(*at, seen);
+    machine->mine().fenced[cta->current] = false;
 }
 
 // Until the kernel in front has ended.

@@ -8,8 +8,14 @@ from dataclasses import replace
 import pytest
 
 from tests.emulator.machine_code import disassemble, numbers_of
-from weft.gemm.config import FP8_BLOCK_MS, MXFP4_BLOCK_MS, SHARED_BYTES, WgmmaPlan
-from weft.gemm.kernels import SHARED, GemmShape, wgmma_n_sizes
+from weft.gemm.config import (
+    FP8_BLOCK_MS,
+    MAX_FUSED_EXPERTS,
+    MXFP4_BLOCK_MS,
+    SHARED_BYTES,
+    WgmmaPlan,
+)
+from weft.gemm.kernels import SHARED, GemmShape, MlpShape, Shape, wgmma_n_sizes
 from weft.jit.cache import Cache, build_key
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin, nvrtc_version
 
@@ -49,7 +55,7 @@ def shape_16bit(epilogue: str, block_m: int, operand: str, experts: int = 32) ->
     return GemmShape(experts, n, k, WgmmaPlan(block_m), epilogue, operand, operand, operand)
 
 
-def compiled(shape: GemmShape) -> tuple[bytes, str]:
+def compiled(shape: Shape) -> tuple[bytes, str]:
     """Return the cubin and the log of ptxas, from a cache of its own for each shape."""
     cache = Cache(Cache().path / build_key(source=shape.source, compiler=nvrtc_version()))
     cubin = compile_cubin(
@@ -160,3 +166,24 @@ def test_shared_memory_suffices_for_any_number_of_experts(shape: GemmShape):
     cubin, _ = compiled(shape)
     room = SHARED_BYTES[shape.plan.ctas_per_sm(shape.operand) - 1]
     assert numbers_of(cubin, SHARED.encode())[0] <= room
+
+
+@pytest.mark.parametrize("experts", [32, MAX_FUSED_EXPERTS])
+@pytest.mark.parametrize("block_m", [128, 256])
+@pytest.mark.parametrize(("up", "down"), [("gated_fp8", "push"), ("relu2_fp8", "store")])
+def test_both_gemms_compile_into_one_kernel(up: str, down: str, block_m: int, experts: int):
+    """Scales that the kernel writes are not read through a cache that no fence invalidates."""
+    first, second = (fp8_shape(epilogue, block_m, experts) for epilogue in (up, down))
+    if up == "relu2_fp8":
+        first = replace(first, n=2048, k=7168)
+    cubin, log = compiled(MlpShape.from_shapes(first, second))
+    assert numbers_of(cubin, SHARED.encode())[0] <= SHARED_BYTES[0]
+    spills = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", log)]
+    assert sum(spills) <= 128, log  # NVRTC 13.5 spills up to 88
+    assert "serialized" not in log, log
+    code = disassemble(cubin)
+    assert not re.search(r"\bCALL\b", code)
+    assert "LDG.E" in code
+    assert not re.search(r"LDG?\.E\.\S*CONSTANT", code)
+    # Two fences of the loader, and two atomic operations: none in the math warps.
+    assert len(re.findall(r"MEMBAR\.\S*GPU", code)) <= 4
