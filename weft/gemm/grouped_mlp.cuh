@@ -28,7 +28,7 @@ WEFT_FN void load_mlp_tiles(const GemmArgs& up_args, const GemmArgs& down_args,
     fence_for_bulk();  // the previous kernel wrote the rows with generic-proxy stores
     load_gemm<Up>(up_args, smem, tiles, rank, up, pipeline, tickets, 0);
     auto down = continue_with<Down>(down_smem, up);
-    Tickets<Down> down_tickets{&state.tickets, tickets.drawn, tickets.value};
+    Tickets<Down> down_tickets{&state.tickets, tickets.drawn};
     load_gemm<Down>(down_args, down_smem, tiles, rank, down, pipeline, down_tickets, 0,
                     state.stored_up);
     await_empty_stages(smem, pipeline);

@@ -295,7 +295,7 @@ def grouped_mlp(
     Args:
         up: The first GEMM, with GatedQuant or StoreQuant.
         down: The second one, whose a and a_scale are the results of the first.
-        counts: As in `grouped_gemm`.
+        counts: As in `grouped_gemm`. If they change while the kernel runs, it may never end.
         offsets: As in `grouped_gemm`.
         state: int32 `[2 + experts]`, 0 before the first call. Calls that share it must follow each
             other in stream order.

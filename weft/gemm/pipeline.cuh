@@ -37,7 +37,7 @@ template <GemmShape S> struct GemmShared {
     float inverse_scales[S.stores_fp8() || S.in_mlp() ? S.cta_m() : 1];
     u32 tile_ends[S.in_mlp() ? 2 * S.experts : S.experts];  // see tile_scheduler.cuh
     u32 expert_order[S.experts];
-    u32 stored_expert[2];  // see publish.cuh
+    u32 stored_expert;  // see publish.cuh
     u32 counts[S.experts], first_rows[S.experts];
     u32 tickets[S.ticket_ring()];
     Mbarrier full[S.stages], empty[S.stages], peer_amax_full[2], ticket_full[S.ticket_ring()];

@@ -20,8 +20,8 @@ constexpr u32 no_expert = ~0u;
 template <GemmShape S> WEFT_FN void announce_up_tile(GemmShared<S>& smem, u32 expert, u32 tile) {
     __syncwarp();
     if (math_thread() % warp_lanes != 0) return;
-    if (tile != 0) smem.published.wait((tile - 1) % 2);  // its phase must not be passed twice
-    if (math_thread() == 0) smem.stored_expert[tile % 2] = expert;
+    if (tile != 0) smem.published.wait((tile - 1) % 2);  // the publishing thread has read the last
+    if (math_thread() == 0) smem.stored_expert = expert;
     smem.stored.arrive();
 }
 
@@ -29,7 +29,7 @@ template <GemmShape S> WEFT_FN void announce_up_tile(GemmShared<S>& smem, u32 ex
 template <GemmShape S> WEFT_FN void publish_up_tiles(GemmShared<S>& smem, u32* stored_up) {
     for (u32 tile = 0;; ++tile) {
         smem.stored.wait(tile % 2);
-        const u32 expert = smem.stored_expert[tile % 2];
+        const u32 expert = smem.stored_expert;
         if (expert == no_expert) return;
         add_acq_rel(&stored_up[expert], 1);
         smem.published.arrive();
