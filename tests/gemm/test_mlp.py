@@ -195,14 +195,15 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     class Launch:
         def __init__(self, up: GemmCall, down: GemmCall, plan: WgmmaPlan, use_pdl: bool) -> None:
-            self.sizes = len(up.tensors), len(down.tensors)
+            self.size = len(up.tensors) + len(down.tensors) + 1
 
-        def __call__(self, up: Sequence[int], down: Sequence[int], state: int) -> None:
-            assert (len(up), len(down)) == self.sizes
-            launches.append((*up, *down, state))
+        def __call__(self, tensors: Sequence[object], addresses: Sequence[int]) -> None:
+            assert len(tensors) == len(addresses) == self.size
+            launches.append(tuple(addresses))
 
-    monkeypatch.setattr(operator, "_mlp_calls", operator._ThreadMlpCalls())
+    monkeypatch.setattr(operator, "_calls", operator._ThreadCalls())
     monkeypatch.setattr(kernels, "MlpLaunch", Launch)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     return launches
 
@@ -218,7 +219,7 @@ def test_equal_calls_are_checked_once(pushes: bool, monkeypatch: pytest.MonkeyPa
     kept = [Tensors("cpu", pushes=pushes) for _ in range(2)]
     for tensors in kept:
         call_mlp(tensors)
-    assert len(operator._mlp_calls.prepared) == 1
+    assert len(operator._calls.prepared) == 1
     for tensors, addresses in zip(kept, launches, strict=True):
         calls = tensors.calls()
         assert list(addresses[:-1]) == [*calls[0].addresses, *calls[1].addresses]

@@ -515,22 +515,23 @@ class MlpLaunch:
         )
         self._grid = min(_count_sms(self._device) // 2, clusters) * 2, 1, 1
 
-    def __call__(self, up: Sequence[int], down: Sequence[int], state: int) -> None:
+    def __call__(self, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> None:
         """Launch the kernel on the current stream. Raises DriverError.
 
         Args:
-            up: See `GemmCall.addresses`.
-            down: The same of the second GEMM.
-            state: Address of int32 `[2 + experts]`, 0 between launches.
+            tensors: Not used.
+            addresses: `GemmCall.addresses` of both GEMMs, then that of int32 `[2 + experts]`, which
+                is 0 between launches.
         """
-        self._args.state = state
-        for part, arguments, addresses in (
-            (MlpArgs.up, self._up, up),
-            (MlpArgs.down, self._down, down),
+        half = len(addresses) // 2
+        for part, arguments, own in (
+            (MlpArgs.up, self._up, addresses[:half]),
+            (MlpArgs.down, self._down, addresses[half:-1]),
         ):
-            filled = arguments.fill_addresses(addresses)
+            filled = arguments.fill_addresses(own)
             to = ctypes.addressof(self._args) + part.offset
             ctypes.memmove(to, ctypes.addressof(filled), part.size)
+        self._args.state = addresses[-1]
         self._launcher(self._args, self._grid, THREADS, current_stream(self._device))
 
 

@@ -309,46 +309,24 @@ def grouped_mlp(
     for gemm in (up, down):
         pair = gemm.out if isinstance(gemm.out, tuple) else (gemm.out, None)
         push = gemm.epilogue if isinstance(gemm.epilogue, Push) else None
-        addresses = (push.dst_addr, push.abort_flag) if push else (None, None)
-        tensors += (gemm.a_scale, gemm.b_scale, *pair, *addresses, None)
+        pushed = (push.dst_addr, push.abort_flag) if push else (None, None)
+        tensors += (gemm.a_scale, gemm.b_scale, *pair, *pushed, None)
         tensors += (counts, offsets, gemm.a, gemm.b)  # the order of GemmCall.tensors
-    tensors_of_gemm = len(tensors) // 2
-    tensor_key, all_addresses = build_tensors_key([*tensors, state])
+    tensors.append(state)
+    tensor_key, addresses = build_tensors_key(tensors)
     down_key: object = down.epilogue
     if isinstance(down.epilogue, Push):
         down_key = down.epilogue.dtype, down.epilogue.flag_in_data
     key = None
     if tensor_key is not None:
-        key = tensor_key, up.epilogue, down_key, plan, programmatic_launch
-    prepared = _mlp_calls.prepared.find(key, all_addresses)
+        key = tensor_key, ("mlp", up.epilogue, down_key, plan, programmatic_launch)
+    prepared = _calls.prepared.find(key, addresses)
     if prepared is None:
         prepared = _prepare_mlp(up, down, counts, offsets, state, plan, programmatic_launch)
         if prepared is None:
             return
-        _mlp_calls.prepared.store(key, prepared)
-    with torch.cuda.device(prepared.device):
-        prepared.launch(
-            all_addresses[:tensors_of_gemm],
-            all_addresses[tensors_of_gemm:-1],
-            all_addresses[-1],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _PreparedMlp:
-    """The cached launch of a checked call of `grouped_mlp`."""
-
-    device: torch.device
-    launch: kernels.MlpLaunch
-    overlap_rules: tuple[OverlapRule, ...]
-
-
-class _ThreadMlpCalls(threading.local):
-    def __init__(self) -> None:
-        self.prepared: CallCache[_PreparedMlp] = CallCache()
-
-
-_mlp_calls = _ThreadMlpCalls()
+        _calls.prepared.store(key, prepared)
+    _launch(prepared, tensors, addresses)
 
 
 def _prepare_mlp(
@@ -359,7 +337,7 @@ def _prepare_mlp(
     state: torch.Tensor,
     plan: WgmmaPlan,
     use_pdl: bool,
-) -> _PreparedMlp | None:
+) -> PreparedCall | None:
     """Check a call and load its kernel; return None without rows or experts."""
 
     def check(gemm: ExpertGemm) -> GemmCall:
@@ -391,7 +369,7 @@ def _prepare_mlp(
     if not len(calls[0].a) or not experts:
         return None
     with torch.cuda.device(up.a.device):
-        return _PreparedMlp(up.a.device, kernels.MlpLaunch(*calls, plan, use_pdl), rules)
+        return PreparedCall(up.a.device, kernels.MlpLaunch(*calls, plan, use_pdl), (), rules)
 
 
 @disable_autocast
