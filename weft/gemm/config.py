@@ -305,15 +305,18 @@ class WgmmaPlan:
         """Return the largest number of row blocks for `rows` rows of `experts` experts."""
         return rows // min(self.block_m, NORMAL_M) + min(rows, experts)
 
-    def fuses(self, experts: int, ks: Iterable[int]) -> bool:
-        """Return whether one kernel can compute two GEMMs of FP8 experts by this plan.
 
-        Args:
-            ks: k of the GEMMs.
-        """
-        ring = self.stages(experts) * BLOCK_K
-        whole_rings = all(k % ring == 0 for k in ks)
-        return self.has_wide_n(experts) and experts <= MAX_FUSED_EXPERTS and whole_rings
+def can_fuse(plan: WgmmaPlan, experts: int, ks: Iterable[int]) -> bool:
+    """Return whether one kernel can compute two GEMMs of FP8 experts by a plan.
+
+    Args:
+        plan: Plan of both GEMMs.
+        experts: Number of experts.
+        ks: k of the GEMMs.
+    """
+    ring = plan.stages(experts) * BLOCK_K
+    whole_rings = all(k % ring == 0 for k in ks)
+    return plan.has_wide_n(experts) and experts <= MAX_FUSED_EXPERTS and whole_rings
 
 
 def plan(

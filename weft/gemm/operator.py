@@ -38,6 +38,7 @@ from weft.gemm.config import (
     Push,
     Store,
     WgmmaPlan,
+    can_fuse,
     fastest_plan,
 )
 from weft.gemm.config import plan as triton_plan
@@ -299,7 +300,7 @@ def grouped_mlp(
         offsets: As in `grouped_gemm`.
         state: int32 `[2 + experts]`, 0 before the first call. Calls that share it must follow each
             other in stream order.
-        plan: Plan of both GEMMs, for which `WgmmaPlan.fuses` holds.
+        plan: Plan of both GEMMs, for which `can_fuse` holds.
         programmatic_launch: As in `grouped_gemm`.
 
     Raises:
@@ -358,7 +359,7 @@ def _prepare_mlp(
     calls = check(up), check(down)
     experts = len(up.b)
     check_tensor("state", state, shape=(2 + experts,), dtypes=(torch.int32,), device=up.a.device)
-    if not plan.fuses(experts, (call.sizes[2] for call in calls)):
+    if not can_fuse(plan, experts, (call.sizes[2] for call in calls)):
         raise InvalidArgument(f"{plan} does not fuse these GEMMs: call grouped_gemm for each")
     tensors = (*calls[0].tensors, *calls[1].tensors, state)
     # Down tiles are stored while the tensors of `up` are still read.

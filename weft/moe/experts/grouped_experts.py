@@ -10,7 +10,14 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.gemm import STORE, GemmPlan, Push, Store, WgmmaPlan, grouped_gemm
-from weft.gemm.config import COARSE_ROWS, DTYPES_16BIT, FP8, fastest_plan, is_hopper
+from weft.gemm.config import (
+    COARSE_ROWS,
+    DTYPES_16BIT,
+    FP8,
+    can_fuse,
+    fastest_plan,
+    is_hopper,
+)
 from weft.gemm.kernels import (
     OPERANDS,
     GemmShape,
@@ -167,7 +174,7 @@ class GroupedExperts:
         """Whether one kernel computes both GEMMs."""
         if dtype != FP8 or up != down or not isinstance(up, WgmmaPlan):
             return False
-        return up.fuses(self._num_experts, (self._config.hidden, self._config.intermediate))
+        return can_fuse(up, self._num_experts, (self._config.hidden, self._config.intermediate))
 
     def run(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
