@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gemm.cases import UNTOUCHED, Case
-from tests.gemm.emulate import RULES, EmulatedHopper, compile_mlps
+from tests.gemm.emulate import RULES, EmulatedHopper, compile_mlps, tensor_map
 from tests.mutations import MLP, WRONG, Mutation
 from weft.errors import InvalidArgument
 from weft.gemm import (
@@ -211,6 +211,42 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def call_mlp(tensors: Tensors, *gemms: ExpertGemm) -> None:
     state = torch.zeros(2 + len(tensors.counts), dtype=torch.int32)
     grouped_mlp(*(gemms or tensors.gemms), **tensors.groups, state=state, plan=PLANS[1])
+
+
+@pytest.mark.parametrize("pushes", [False, True])
+def test_the_kernel_gets_the_arguments_of_both_gemms(
+    pushes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[tuple[kernels.MlpArgs, tuple[int, int, int]]] = []
+
+    class Launcher:
+        def __init__(self, function: object, struct: type, *, use_pdl: bool, cluster: int) -> None:
+            assert (struct, cluster) == (kernels.MlpArgs, 2)
+
+        def __call__(self, args: kernels.MlpArgs, grid: tuple[int, int, int], *_: int) -> None:
+            launches.append((kernels.MlpArgs.from_buffer_copy(args), grid))
+
+    monkeypatch.setattr(operator, "_calls", operator._ThreadCalls())
+    monkeypatch.setattr(kernels, "Launcher", Launcher)
+    monkeypatch.setattr(kernels, "load_kernel", lambda shape: None)
+    monkeypatch.setattr(kernels, "current_stream", lambda device: 0)
+    monkeypatch.setattr(kernels, "_count_sms", lambda device: 132)
+    monkeypatch.setattr(kernels, "encode_tensor_map", tensor_map)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    kept = [Tensors("cpu", pushes=pushes) for _ in range(2)]
+    state = torch.zeros(2 + len(UP.counts), dtype=torch.int32)
+    for tensors in kept:  # the second call is cached
+        grouped_mlp(*tensors.gemms, **tensors.groups, state=state, plan=PLANS[1])
+    for tensors, (args, grid) in zip(kept, launches, strict=True):
+        expected = [
+            bytes(kernels.HopperArguments(call).fill_addresses(call.addresses))
+            for call in tensors.calls()
+        ]
+        assert [bytes(args.up), bytes(args.down)] == expected
+        assert args.state == state.data_ptr()
+        assert grid[0] % 2 == 0
+        assert 0 < grid[0] <= 132
 
 
 @pytest.mark.parametrize("pushes", [False, True])
