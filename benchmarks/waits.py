@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = (1, 8, 128)
-REDUCED_TOKENS = (*TOKENS, 1024)  # of the all-reduce, which then sums by halves of the rows
+REDUCED_TOKENS = (*TOKENS, 1024)  # of the all-reduce; the last is of its bulk kernel
 REPLAYS, ROUNDS = 40, 50  # of a turn; of a graph
 LIMITS = {"timeout": 10.0, "first_timeout": 30.0}
 _capture_lock = threading.Lock()  # torch captures on one stream

@@ -91,14 +91,14 @@ def test_gpus_name_the_late_rank_and_its_delay(
     With a GPU for each of four ranks, another one is delayed by half of that time.
     """
     rounds, named, shares, half_shares = 100, 0, [], []
-    others = size > 2
+    has_half_late = size > 2
     alone = torch.cuda.device_count() >= group.size
     with KINDS["pull"].open(group) as meeting, KINDS[name].open(group) as op:
         meeting.rounds(2)
         op.rounds(2)
         before: dict[int, float] = {}
         for i in range(rounds + 1):
-            late, half_late = i % group.size, (i + 1) % group.size if others else -1
+            late, half_late = i % group.size, (i + 1) % size if has_half_late else -1
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             group.barrier()
             torch.cuda._sleep(2_000_000)  # while the host enqueues what follows
@@ -119,12 +119,12 @@ def test_gpus_name_the_late_rank_and_its_delay(
                 named += max(waited, key=waited.__getitem__) == late
                 if group.rank != half_late:
                     shares.append(waited[late] / delays[late])
-                if others and group.rank != half_late:
+                if has_half_late and group.rank != half_late:
                     half_shares.append(waited[half_late] / delays[late])
     assert named >= 0.99 * rounds * (group.size - 1) / group.size
     if alone:
         assert 0.8 < statistics.median(shares) < 1.2
-        assert not others or statistics.median(half_shares) < 0.7
+        assert not has_half_late or statistics.median(half_shares) < 0.7
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -112,11 +112,11 @@ WEFT_FN void compute_gemm(const GemmArgs& a, GemmShared<S>& smem, u8* tiles,
     const Operands<S> operands(tiles);
     Tile tile;
     u32 exchanges = 0;  // number of amax exchanges with the other CTA so far
-    u32 stored = 0;     // number of up tiles so far
+    u32 up_tiles = 0;   // number of up tiles so far
     while (scheduler.next(tile)) {
         if constexpr (S.has_wide_n()) {
             compute_split<S>(a, smem, operands, pipeline, tile, rank);
-            if constexpr (S.part == Part::up) announce_up_tile(smem, tile.expert, stored++);
+            if constexpr (S.part == Part::up) announce_up_tile(smem, tile.expert, up_tiles++);
         } else {
             if constexpr (S.is_fp8() && S.block_m >= normal_m) {
                 if (tile.m == normal_m) {
@@ -129,7 +129,7 @@ WEFT_FN void compute_gemm(const GemmArgs& a, GemmShared<S>& smem, u8* tiles,
             compute_swap_ab<S, highest>(a, smem, operands, pipeline, tile, rank, exchanges);
         }
     }
-    if constexpr (S.part == Part::up) announce_up_tile(smem, no_expert, stored);
+    if constexpr (S.part == Part::up) announce_up_tile(smem, no_expert, up_tiles);
 }
 
 template <GemmShape S>

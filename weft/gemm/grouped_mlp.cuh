@@ -30,12 +30,12 @@ WEFT_FN void load_mlp_tiles(const GemmArgs& up_args, const GemmArgs& down_args,
     auto down = continue_with<Down>(down_smem, up);
     Tickets<Down> down_tickets{&state.tickets, tickets.drawn};
     load_gemm<Down>(down_args, down_smem, tiles, rank, down, pipeline, down_tickets, 0,
-                    state.stored_up);
+                    state.num_up_tiles);
     await_empty_stages(smem, pipeline);
     // All down tiles of the cluster are loaded and multiplied, so it waits for no up tile any more.
     if (rank != 0 || add_acq_rel(&state.tickets.finished, 1) + 1 != gridDim.x / 2) return;
     state.tickets = {};
-    for (u32 e = 0; e < Up.experts; ++e) state.stored_up[e] = 0;
+    for (u32 e = 0; e < Up.experts; ++e) state.num_up_tiles[e] = 0;
 }
 
 template <GemmShape Up, GemmShape Down>
@@ -46,7 +46,7 @@ WEFT_FN void load_mlp_scales(const GemmArgs& up_args, const GemmArgs& down_args,
     TileScheduler<Up> up{smem};
     load_gemm_scales<Up>(up_args, smem, rank, up, pipeline);
     auto down = continue_with<Down>(down_smem, up);
-    load_gemm_scales<Down>(down_args, down_smem, rank, down, pipeline, state.stored_up);
+    load_gemm_scales<Down>(down_args, down_smem, rank, down, pipeline, state.num_up_tiles);
 }
 
 template <GemmShape Up, GemmShape Down>
@@ -92,7 +92,7 @@ WEFT_FN void grouped_mlp(const GemmArgs& up_args, const GemmArgs& down_args,
         if (cta.lane() == 0)
             load_mlp_tiles(up_args, down_args, smem, down_smem, tiles, rank, state);
         else if (cta.warp() == Up.scale_warps() + 1 && cta.warp_lane() == 0)
-            publish_up_tiles(smem, state.stored_up);
+            publish_up_tiles(smem, state.num_up_tiles);
         else if (cta.warp() != 0 && cta.warp() <= Up.scale_warps())
             load_mlp_scales(up_args, down_args, smem, down_smem, rank, state);
     } else {

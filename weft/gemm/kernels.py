@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int64, c_uint32, c_uint64
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,7 +45,7 @@ from weft.runtime.layout import static_asserts
 from weft.runtime.stream import current_stream, loading_context
 
 _log = logging.getLogger(__name__)
-NAME, MLP_NAME, SHARED = "weft_grouped_gemm", "weft_grouped_mlp", "weft_gemm_shared"
+SHARED = "weft_gemm_shared"
 THREADS = 384
 ROW_BOXES = 4  # TMA boxes of 8, 16, 32 and 64 rows
 BLOCK_M_GRANULARITY, MAX_SWAP_AB_M = 16, 160
@@ -89,15 +89,13 @@ SOURCE = """\
 {head}{counters}extern "C" __global__ void __launch_bounds__({threads}, {ctas_per_sm})
 {name}(const __grid_constant__ weft::GemmArgs a) {{ weft::grouped_gemm<S>(a, {tickets}); }}
 """
-MLP_ARGS = """\
-struct MlpArgs {{
-    weft::GemmArgs up, down;
-    weft::MlpState<{experts}>* state;
-}};
-"""
 MLP_SOURCE = """\
 {head}constexpr weft::GemmShape D = {down};
-{args}static_assert(sizeof(MlpArgs) == {bytes});
+struct MlpArgs {{
+    weft::GemmArgs up, down;
+    weft::MlpState<S.experts>* state;
+}};
+static_assert(sizeof(MlpArgs) == {bytes});
 extern "C" __global__ void __launch_bounds__({threads}, 1)
 {name}(const __grid_constant__ MlpArgs a) {{ weft::grouped_mlp<S, D>(a.up, a.down, *a.state); }}
 """
@@ -260,6 +258,7 @@ class GemmShape:
     situ: bool = False
     relu2: bool = False
     part: str = "alone"
+    kernel: ClassVar[str] = "weft_grouped_gemm"
 
     @classmethod
     def from_call(cls, call: GemmCall, plan: WgmmaPlan) -> GemmShape:
@@ -296,7 +295,7 @@ class GemmShape:
         draws = self.draws_tickets
         return SOURCE.format(
             head=self.source_head("grouped_gemm.cuh"),
-            name=NAME,
+            name=self.kernel,
             threads=THREADS,
             ctas_per_sm=self.plan.ctas_per_sm(self.operand),
             counters=f"__device__ weft::TicketCounter tickets[{TICKET_SLOTS}];\n" if draws else "",
@@ -322,10 +321,6 @@ class GemmShape:
         """Compile the kernel and return its cubin; needs no GPU. Raises CompileError."""
         return compile_cubin(self.source, name="grouped_gemm", arch=arch, options=CUDA_OPTIONS)
 
-    def load(self, module: CudaModule) -> Function:
-        """Return the kernel of a compiled module."""
-        return _get_function(module, NAME)
-
 
 @dataclass(frozen=True, slots=True)
 class MlpShape:
@@ -338,6 +333,7 @@ class MlpShape:
 
     up: GemmShape
     down: GemmShape
+    kernel: ClassVar[str] = "weft_grouped_mlp"
 
     @classmethod
     def from_shapes(cls, up: GemmShape, down: GemmShape) -> MlpShape:
@@ -351,24 +347,14 @@ class MlpShape:
         return MLP_SOURCE.format(
             head=self.up.source_head("grouped_mlp.cuh"),
             down=self.down.cpp_value,
-            args=MLP_ARGS.format(experts=self.up.experts),
             bytes=ctypes.sizeof(MlpArgs),
-            name=MLP_NAME,
+            name=self.kernel,
             threads=THREADS,
         )
 
     def compile(self, arch: str) -> bytes:
         """Compile the kernel and return its cubin; needs no GPU. Raises CompileError."""
         return compile_cubin(self.source, name="grouped_mlp", arch=arch, options=CUDA_OPTIONS)
-
-    def load(self, module: CudaModule) -> Function:
-        """Return the kernel of a compiled module."""
-        return _get_function(module, MLP_NAME)
-
-
-def _get_function(module: CudaModule, name: str) -> Function:
-    (shared,) = unpack_uint64s(module.global_bytes(SHARED))
-    return module.function(name, shared=shared)
 
 
 def describe_epilogue(epilogue: Epilogue) -> dict[str, Any]:
@@ -528,9 +514,9 @@ class MlpLaunch:
             (MlpArgs.up, self._up, addresses[:half]),
             (MlpArgs.down, self._down, addresses[half:-1]),
         ):
-            filled = arguments.fill_addresses(own)
+            args = arguments.fill_addresses(own)
             to = ctypes.addressof(self._args) + part.offset
-            ctypes.memmove(to, ctypes.addressof(filled), part.size)
+            ctypes.memmove(to, ctypes.addressof(args), part.size)
         self._args.state = addresses[-1]
         self._launcher(self._args, self._grid, THREADS, current_stream(self._device))
 
@@ -672,8 +658,9 @@ def _load_kernel(shape: Shape) -> Function:
             "not allow; call it once before the capture"
         )
     with loading_context(torch.cuda.current_device()):
-        module = CudaModule(shape.compile(current_arch()), name="grouped_gemm", permanent=True)
-        return shape.load(module)
+        module = CudaModule(shape.compile(current_arch()), name=shape.kernel, permanent=True)
+        (shared,) = unpack_uint64s(module.global_bytes(SHARED))
+        return module.function(shape.kernel, shared=shared)
 
 
 @functools.cache

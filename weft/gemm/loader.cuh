@@ -137,11 +137,11 @@ WEFT_FN u32 prefetch_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, 
 }
 
 // Loads weights and rows of every k block of a GEMM into the stages. prefetched: stages that have
-// their weights. stored_up: of MlpState, for the second GEMM of a kernel.
+// their weights. num_up_tiles: of MlpState, for the second GEMM of a kernel.
 template <GemmShape S>
 WEFT_FN void load_gemm(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank,
                        TileScheduler<S>& scheduler, PipelineState<S.stages>& pipeline,
-                       Tickets<S>& tickets, u32 prefetched, u32* stored_up = nullptr) {
+                       Tickets<S>& tickets, u32 prefetched, u32* num_up_tiles = nullptr) {
     Tile tile;
     while (scheduler.next(tile)) {
         if constexpr (S.draws_tickets()) tickets.draw(smem, rank);
@@ -156,7 +156,7 @@ WEFT_FN void load_gemm(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 ra
                 load_weights(a, smem, tiles, pipeline.stage, tile, rank, k);
             }
             if (S.part == Part::down && k == 0) {
-                await_up_tiles<S>(smem, scheduler, tile, stored_up);
+                await_up_tiles<S>(smem, scheduler, tile, num_up_tiles);
                 fence_for_bulk();  // math warps of other CTAs wrote the rows with generic stores
             }
             load_rows(a, smem, tiles, pipeline.stage, tile, rank, k);
@@ -266,14 +266,14 @@ WEFT_FN void load_tile_scales(const GemmArgs& a, GemmShared<S>& smem,
 }
 
 // Loads the scales of every k block, each row's multiplied by that of its FP8 weights; run by the
-// scale warps. stored_up: see load_gemm.
+// scale warps. num_up_tiles: see load_gemm.
 template <GemmShape S>
 WEFT_FN void load_gemm_scales(const GemmArgs& a, GemmShared<S>& smem, u32 rank,
                               TileScheduler<S>& scheduler, PipelineState<S.stages>& pipeline,
-                              u32* stored_up = nullptr) {
+                              u32* num_up_tiles = nullptr) {
     Tile tile;
     while (scheduler.next(tile)) {
-        if constexpr (S.part == Part::down) await_up_tiles<S>(smem, scheduler, tile, stored_up);
+        if constexpr (S.part == Part::down) await_up_tiles<S>(smem, scheduler, tile, num_up_tiles);
         load_tile_scales<S>(a, smem, pipeline, tile, rank);
     }
 }

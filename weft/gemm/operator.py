@@ -310,8 +310,8 @@ def grouped_mlp(
     for gemm in (up, down):
         pair = gemm.out if isinstance(gemm.out, tuple) else (gemm.out, None)
         push = gemm.epilogue if isinstance(gemm.epilogue, Push) else None
-        pushed = (push.dst_addr, push.abort_flag) if push else (None, None)
-        tensors += (gemm.a_scale, gemm.b_scale, *pair, *pushed, None)
+        push_tensors = (push.dst_addr, push.abort_flag) if push else (None, None)
+        tensors += (gemm.a_scale, gemm.b_scale, *pair, *push_tensors, None)
         tensors += (counts, offsets, gemm.a, gemm.b)  # the order of GemmCall.tensors
     tensors.append(state)
     tensor_key, addresses = build_tensors_key(tensors)

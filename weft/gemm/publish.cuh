@@ -20,18 +20,18 @@ constexpr u32 no_expert = ~0u;
 template <GemmShape S> WEFT_FN void announce_up_tile(GemmShared<S>& smem, u32 expert, u32 tile) {
     __syncwarp();
     if (math_thread() % warp_lanes != 0) return;
-    if (tile != 0) smem.published.wait((tile - 1) % 2);  // the publishing thread has read the last
+    if (tile != 0) smem.published.wait((tile - 1) % 2);  // stored_expert has been read
     if (math_thread() == 0) smem.stored_expert = expert;
     smem.stored.arrive();
 }
 
 // Publishes this CTA's up tiles; run by one thread.
-template <GemmShape S> WEFT_FN void publish_up_tiles(GemmShared<S>& smem, u32* stored_up) {
+template <GemmShape S> WEFT_FN void publish_up_tiles(GemmShared<S>& smem, u32* num_up_tiles) {
     for (u32 tile = 0;; ++tile) {
         smem.stored.wait(tile % 2);
         const u32 expert = smem.stored_expert;
         if (expert == no_expert) return;
-        add_acq_rel(&stored_up[expert], 1);
+        add_acq_rel(&num_up_tiles[expert], 1);
         smem.published.arrive();
     }
 }
@@ -46,10 +46,10 @@ WEFT_FN void await_count(u32* at, u32 count) {
 // wait ends.
 template <GemmShape S>
 WEFT_FN void await_up_tiles(const GemmShared<S>& smem, const TileScheduler<S>& scheduler,
-                            const Tile& tile, u32* stored_up) {
+                            const Tile& tile, u32* num_up_tiles) {
     const u32 up = scheduler.position - S.first_position();
     const u32 tiles = smem.tile_ends[up] - (up == 0 ? 0 : smem.tile_ends[up - 1]);
-    await_count(&stored_up[tile.expert], 2 * tiles);
+    await_count(&num_up_tiles[tile.expert], 2 * tiles);
 }
 
 }  // namespace weft

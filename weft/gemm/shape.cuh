@@ -156,7 +156,7 @@ struct GemmArgs {
 // In global memory, a kernel of two GEMMs: 0 between launches.
 template <u32 experts> struct MlpState {
     TicketCounter tickets;
-    u32 stored_up[experts];  // up tiles whose results are stored, of each CTA
+    u32 num_up_tiles[experts];  // of each expert: up tiles that CTAs have stored
 };
 
 WEFT_FN u32 round_up(u32 x, u32 to) { return (x + to - 1) / to * to; }
