@@ -13,7 +13,7 @@ from tests.ranks import on_ranks
 from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config
 from weft.moe import MODES, OVERLAPS
-from weft.moe.layer.choice import choose_overlap
+from weft.moe.layer.choice import choose_mode, choose_overlap
 from weft.moe.layer.config import choose_gemm, supports_flag_in_data
 
 DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
@@ -25,7 +25,7 @@ ALL = [(mode, overlap) for mode in MODES for overlap in OVERLAPS]
 
 @pytest.mark.parametrize(
     ("mode", "ranks", "most"),
-    [("throughput", 4, 1024), ("low_latency", 4, 512), ("throughput", 1, 256)],
+    [("throughput", 4, 4096), ("low_latency", 4, 512), ("throughput", 1, 256)],
 )
 def test_rows_are_pushed_up_to_a_size(mode, ranks, most):
     def at(max_tokens: int, supported: list[tuple[str, str]] = ALL) -> str:
@@ -35,7 +35,16 @@ def test_rows_are_pushed_up_to_a_size(mode, ranks, most):
     bare = [(mode, "none"), (mode, "gemm_push")]
     assert (at(most, bare), at(most + 1, bare)) == ("gemm_push", "none")
     assert at(1, ALL[:2] if mode == "throughput" else ALL[3:5]) == "shared_expert"
-    assert at(4096, [(mode, "gemm_push")]) == "gemm_push"
+    assert at(8192, [(mode, "gemm_push")]) == "gemm_push"
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 64), (2, 128)])
+def test_low_latency_is_chosen_up_to_a_size(ranks, most):
+    def at(max_tokens: int, *, on_gpu: bool = True) -> str:
+        return choose_mode(ALL, max_tokens=max_tokens, num_ranks=ranks, on_gpu=on_gpu)[0]
+
+    assert (at(most), at(most + 1)) == ("low_latency", "throughput")
+    assert at(most, on_gpu=False) == "throughput"
 
 
 def result(layer: weft.MoE, rank: int) -> torch.Tensor:

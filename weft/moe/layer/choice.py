@@ -21,16 +21,22 @@ OVERLAPS = ("none", "shared_expert", "gemm_push")
 
 # Maximum max_tokens for which mode="auto" selects low latency. On 1 and 2 x H100 it takes 0 to 3 %
 # less time than throughput at 8 to 64 tokens per rank, never more than 0.5 % more (DeepSeek-V3,
-# -V4-Flash and -V4-Pro in FP8, 2026-11-27). At 128 tokens it is up to 1.2 % slower on one GPU, at
-# 512 up to 4 %, and its memory grows with the tokens of all ranks.
-LOW_LATENCY_MAX_TOKENS = 64
+# -V4-Flash and -V4-Pro in FP8, 2026-11-27). At 128 tokens it takes as long for DeepSeek-V3 and
+# 1.5 % less for -V4-Flash on 2 x H200 (2026-11-30), and 4 and 8 % less for -V3 and Qwen3-30B-A3B on
+# 4 x H200 (2026-11-22). Its memory grows with the tokens of all ranks.
+LOW_LATENCY_MAX_TOKENS = 128
+# The same for one rank: at 128 tokens low latency takes 0.8 % more time for DeepSeek-V3, at 512
+# tokens 3 to 4 % more (1 x H200, 2026-11-30).
+LOW_LATENCY_MAX_TOKENS_ONE_RANK = 64
 # Maximum max_tokens for which overlap="auto" selects gemm_push. It is the fastest, or within 0.3 %
-# of the fastest, at all of 46 points (DeepSeek-V3, GLM-4.5-Air, gpt-oss-120b, Qwen3-30B-A3B in FP8
-# and bf16, 2 and 4 x H200, 2026-11-21 and 2026-11-22). Larger sizes were not measured: there, a
-# slot for every expert of a token needs much memory.
-GEMM_PUSH_MAX_TOKENS = {"throughput": 1024, "low_latency": 512}
-# The same for one rank. Nothing crosses NVLink, and gemm_push takes 5 % more time than "none" at
-# 512 and 1024 tokens of DeepSeek-V3, 2 to 3 % less at 8 and 64 (1 x H200, 2026-11-23).
+# of the fastest, at all of 46 points up to 1024 tokens (DeepSeek-V3, GLM-4.5-Air, gpt-oss-120b,
+# Qwen3-30B-A3B in FP8 and bf16, 2 and 4 x H200, 2026-11-21 and 2026-11-22). At 2048 and 4096 tokens
+# it takes 0.4 to 2.4 % less than "none" (DeepSeek-V3 and -V4-Flash, 2 x H200, 2026-11-30). Larger
+# sizes were not measured.
+GEMM_PUSH_MAX_TOKENS = {"throughput": 4096, "low_latency": 512}
+# The same for one rank. Nothing crosses NVLink, and gemm_push takes 0.3 to 1.8 % more time than
+# "none" at nearly all sizes from 512 tokens on, but less at 128 and 256 (DeepSeek-V3 and -V4-Flash,
+# 1 x H200, 2026-11-30).
 GEMM_PUSH_MAX_TOKENS_ONE_RANK = 256
 
 
@@ -59,28 +65,27 @@ class LayerChoice:
 
 
 def choose_mode(
-    supported: Sequence[tuple[str, str]], *, max_tokens: int, on_gpu: bool
+    supported: Sequence[tuple[str, str]], *, max_tokens: int, num_ranks: int, on_gpu: bool
 ) -> tuple[str, str]:
     """Return the mode that "auto" selects, and the reason.
 
     Args:
         supported: Pairs of mode and overlap that all ranks support, at least one.
+        max_tokens: Maximum tokens of a rank in one call.
+        num_ranks: Number of ranks.
         on_gpu: Whether the ranks are GPUs. CPU ranks were not measured.
     """
     modes = {mode for mode, _ in supported}
     if len(modes) == 1:
         mode = modes.pop()
         return mode, f"mode {mode}: the only one that was requested or that supports this layer."
-    small = (
-        max_tokens <= LOW_LATENCY_MAX_TOKENS
-        and on_gpu
-        and ("low_latency", "gemm_push") in supported
-    )
+    limit = LOW_LATENCY_MAX_TOKENS if num_ranks > 1 else LOW_LATENCY_MAX_TOKENS_ONE_RANK
+    small = max_tokens <= limit and on_gpu and ("low_latency", "gemm_push") in supported
     mode = "low_latency" if small else "throughput"
     return mode, (
         f"mode {mode} for up to {max_tokens} tokens a rank: low_latency up to "
-        f"{LOW_LATENCY_MAX_TOKENS} on GPUs where it supports gemm_push, up to 3 % faster there "
-        "(DeepSeek-V3 and -V4, 1 and 2 x H100, 2026-11-27)."
+        f"{limit} on GPUs where it supports gemm_push, up to 3 % faster there "
+        "(DeepSeek-V3 and -V4, 1 and 2 x H100 and H200, 2026-11-27 and 2026-11-30)."
     )
 
 
@@ -89,7 +94,11 @@ def choose_overlap(
 ) -> tuple[str, str]:
     """Return the overlap that "auto" selects in a mode, and the reason.
 
-    Arguments are those of `choose_mode`.
+    Args:
+        supported: As in `choose_mode`.
+        mode: The mode.
+        max_tokens: As in `choose_mode`.
+        num_ranks: As in `choose_mode`.
     """
     candidates = [overlap for other_mode, overlap in supported if other_mode == mode]
     if len(candidates) == 1:
@@ -101,8 +110,8 @@ def choose_overlap(
         overlap = "shared_expert" if "shared_expert" in candidates else candidates[0]
     return overlap, (
         f"overlap {overlap} for up to {max_tokens} tokens a rank: gemm_push up to {limit} where "
-        "supported, within 0.3 % of the fastest at 46 points (4 models, 2 and 4 x H200, "
-        "2026-11-22); else shared_expert, or none."
+        "supported, within 1.2 % of the fastest at 74 points (5 models, 1, 2 and 4 x H200, "
+        "2026-11-22 and 2026-11-30); else shared_expert, or none."
     )
 
 
@@ -132,7 +141,9 @@ def agree_on_choice(
         )
     pairs = [(pair.split()[0], pair.split()[1]) for pair in common]
     on_gpu = group.device.type == "cuda"
-    mode, mode_reason = choose_mode(pairs, max_tokens=max_tokens, on_gpu=on_gpu)
+    mode, mode_reason = choose_mode(
+        pairs, max_tokens=max_tokens, num_ranks=group.size, on_gpu=on_gpu
+    )
     auto, reason = choose_overlap(pairs, mode, max_tokens=max_tokens, num_ranks=group.size)
     selected = auto if overlap == AUTO else overlap
     choice = LayerChoice(mode, selected, auto, f"{mode_reason} {reason}")
