@@ -291,6 +291,20 @@ def test_rows_beyond_max_rows(ranks, kind, options):
     ranks(2, kind)(few_rows, options)
 
 
+@on_ranks(2)
+def test_layers_that_push_rows_have_no_buffer_for_results(group):
+    case = Case(PAIRS, tokens=(5, 7))
+    options = {"mode": "throughput", "overlap": "gemm_push", "gemm": "grouped"}
+    with case.open(group, **options) as layer:
+        assert layer.workspace.experts.buffers[-1].numel() == 0
+        x, logits = case.inputs_of(group.rank, group.device)
+        ids, weights = layer.route(logits)
+        received = layer.exchange.dispatch(x, ids, weights)
+        with pytest.raises(InvalidArgument, match="call the layer, or build it with"):
+            layer.experts(received)
+        layer.exchange.combine()
+
+
 @pytest.mark.parametrize("overlap", ["none", "gemm_push"])
 @on_ranks(2)
 def test_low_latency_rounds_by_hand(group, overlap):

@@ -34,11 +34,10 @@ from weft.shape import FP8_BLOCK
 
 
 class BatchPlans(NamedTuple):
-    """Plans of a batch's GEMMs: gate and up, down, and down with a pushing epilogue."""
+    """Plans of a batch's GEMMs: gate and up, and down."""
 
     up: GemmPlan | WgmmaPlan
     down: GemmPlan | WgmmaPlan
-    push: GemmPlan | WgmmaPlan
 
 
 class GroupedExperts:
@@ -59,7 +58,8 @@ class GroupedExperts:
         max_tokens: Maximum tokens of one rank in one call.
         use_pdl: Use programmatic dependent launch.
         allocate: Allocates the buffers.
-        gemm_push: Results are only pushed: `run` raises, and its buffer is not allocated.
+        gemm_push: Whether `run_push` runs the experts. `run` then raises, and its buffer is not
+            allocated. Otherwise `run_push` raises.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class GroupedExperts:
         self._use_pdl = use_pdl
         self._epilogue = build_epilogue(config.gating, quantise=fp8)
         self._uses_gemm_push = gemm_push
+        self._uses_flag_in_data = gemm_push and self._masked
         y_rows = (0,) if gemm_push else rows
         inner, blocks = config.intermediate, config.intermediate // FP8_BLOCK if fp8 else 0
         act_dtype = FP8 if fp8 else config.dtype
@@ -128,19 +129,17 @@ class GroupedExperts:
             if isinstance(plans.up, WgmmaPlan):
                 fields = {"operand": operands[0], "bias": operands[1], **up_fields}
                 up = GemmShape(num_experts, up_rows, hidden, plans.up, **fields)
-            for epilogue, plan in (("store", plans.down), ("push", plans.push)):
-                if epilogue == "store" and self._uses_gemm_push:
-                    continue
-                down = None
-                if isinstance(plan, WgmmaPlan):
-                    down = GemmShape(num_experts, hidden, inner, plan, epilogue, out, *operands)
-                    flag_in_data = epilogue == "push" and self._masked
-                    prefetch = self._use_pdl
-                    down = replace(down, prefetch_weights=prefetch, flag_in_data=flag_in_data)
-                if up is not None and down is not None and self._fuses(plans.up, plan, dtype):
-                    shapes.add(MlpShape.from_shapes(up, down))
-                else:
-                    shapes.update(shape for shape in (up, down) if shape is not None)
+            down = None
+            if isinstance(plans.down, WgmmaPlan):
+                epilogue = "push" if self._uses_gemm_push else "store"
+                down = GemmShape(num_experts, hidden, inner, plans.down, epilogue, out, *operands)
+                down = replace(
+                    down, prefetch_weights=self._use_pdl, flag_in_data=self._uses_flag_in_data
+                )
+            if up is not None and down is not None and self._fuses(plans, dtype):
+                shapes.add(MlpShape.from_shapes(up, down))
+            else:
+                shapes.update(shape for shape in (up, down) if shape is not None)
         with torch.cuda.device(self._act.device):
             preload_kernels(shapes)
 
@@ -161,20 +160,18 @@ class GroupedExperts:
         hidden, inner, sizes = config.hidden, config.intermediate, (self._num_experts, rows)
         kwargs: dict[str, Any] = {"biased": config.biased, "device": device}
         up = kwargs | {"gated": isinstance(config.gating, Gating), "out": self._act.dtype}
-        kwargs["out"] = self._y.dtype
+        down = kwargs | {"flag_in_data": self._uses_flag_in_data, "out": self._y.dtype}
         return BatchPlans(
             up=fastest_plan(*sizes, config.gate_up_rows, hidden, dtype, **up),
-            down=fastest_plan(*sizes, hidden, inner, dtype, **kwargs),
-            push=fastest_plan(*sizes, hidden, inner, dtype, flag_in_data=self._masked, **kwargs),
+            down=fastest_plan(*sizes, hidden, inner, dtype, **down),
         )
 
-    def _fuses(
-        self, up: GemmPlan | WgmmaPlan, down: GemmPlan | WgmmaPlan, dtype: torch.dtype
-    ) -> bool:
+    def _fuses(self, plans: BatchPlans, dtype: torch.dtype) -> bool:
         """Whether one kernel computes both GEMMs."""
-        if dtype != FP8 or up != down or not isinstance(up, WgmmaPlan):
+        if dtype != FP8 or plans.up != plans.down or not isinstance(plans.up, WgmmaPlan):
             return False
-        return can_fuse(up, self._num_experts, (self._config.hidden, self._config.intermediate))
+        ks = self._config.hidden, self._config.intermediate
+        return can_fuse(plans.up, self._num_experts, ks)
 
     def run(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
@@ -182,16 +179,15 @@ class GroupedExperts:
         if self._uses_gemm_push:
             raise InvalidArgument(
                 "the layer was built with overlap='gemm_push', which has no buffer for results: "
-                "call run_push"
+                "call the layer, or build it with overlap='none'"
             )
-        plans = self._get_plans(tokens, weights.gate_up.dtype)
-        self._run_gemms(weights, rows, plans.up, plans.down, STORE, self._y, early=early)
+        self._run_gemms(weights, rows, tokens, STORE, self._y, early=early)
         return self._y
 
     def run_push(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
     ) -> None:
-        if rows.dst_addr is None:
+        if rows.dst_addr is None or not self._uses_gemm_push:
             raise InvalidArgument(
                 "these rows have no dst_addr; build the layer with overlap='gemm_push'"
             )
@@ -202,25 +198,24 @@ class GroupedExperts:
                 flag_in_data=rows.abort_flag is not None,
                 abort_flag=rows.abort_flag,
             )
-        plans = self._get_plans(tokens, weights.gate_up.dtype)
-        self._run_gemms(weights, rows, plans.up, plans.push, self._push, None, early=early)
+        self._run_gemms(weights, rows, tokens, self._push, None, early=early)
 
     def _run_gemms(
         self,
         weights: ExpertWeights,
         rows: RowsByExpert,
-        up_plan: GemmPlan | WgmmaPlan,
-        down_plan: GemmPlan | WgmmaPlan,
+        tokens: int,
         epilogue: Store | Push,
         out: torch.Tensor | None,
         *,
         early: bool,
     ) -> None:
+        plans = self._get_plans(tokens, weights.gate_up.dtype)
         counts, offsets = rows.counts, None if self._masked else rows.offsets
         act, scales = self._act, self._scales if self._fp8 else None
         act_out = (act, self._scales) if self._fp8 else act
-        if self._fuses(up_plan, down_plan, weights.gate_up.dtype):
-            assert isinstance(up_plan, WgmmaPlan)
+        if self._fuses(plans, weights.gate_up.dtype):
+            assert isinstance(plans.up, WgmmaPlan)
             assert weights.gate_up_scale is not None
             assert weights.down_scale is not None
             x, x_scale = rows.rows
@@ -234,7 +229,7 @@ class GroupedExperts:
                 counts=counts,
                 offsets=offsets,
                 state=self._mlp_state,
-                plan=up_plan,
+                plan=plans.up,
                 programmatic_launch=self._use_pdl and early,
             )
             return
@@ -247,7 +242,7 @@ class GroupedExperts:
             b_scale=weights.gate_up_scale,
             bias=weights.gate_up_bias,
             out=act_out,
-            plan=up_plan,
+            plan=plans.up,
             epilogue=self._epilogue,
             programmatic_launch=self._use_pdl and early,
         )
@@ -260,7 +255,7 @@ class GroupedExperts:
             b_scale=weights.down_scale,
             bias=weights.down_bias,
             out=out,
-            plan=down_plan,
+            plan=plans.down,
             epilogue=epilogue,
             programmatic_launch=self._use_pdl,
             prefetch_weights=True,  # safe: the first GEMM, before it, has waited for the counts

@@ -97,7 +97,7 @@ def create_experts(
         max_tokens=options.max_tokens,
         use_pdl=options.programmatic_launch,
         allocate=allocate,
-        gemm_push=plan.gemm_push and plan.mode == "low_latency",
+        gemm_push=plan.gemm_push,
     )
 
 
