@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # One measurement inside vLLM in one command, of less than ten minutes each:
 #
-#     run.sh arithmetic|blocks|speed|decode|deepseek|load|profile [OPTIONS...]     --help lists the options
+#     run.sh arithmetic|blocks|speed|decode|deepseek|load|sleep|profile [OPTIONS...]     --help lists the options
 #
 # It needs what ../engines/pack/build.sh made; ../engines/run.sh says where, and where the results go.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 declare -A scripts=(
-    [arithmetic]=arithmetic.py [blocks]=blocks.py [speed]=blocks.py [decode]=decode.py [deepseek]=decode.py [load]=load.py [profile]=decode.py
+    [arithmetic]=arithmetic.py [blocks]=blocks.py [speed]=blocks.py [decode]=decode.py [deepseek]=decode.py [load]=load.py [sleep]=sleep.py [profile]=decode.py
 )
 engine=vllm
 source "$here/../engines/run.sh"
