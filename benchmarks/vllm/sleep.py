@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sleep and wake of a server: texts after every wake, memory of the GPUs, and weft's metrics.
+"""Sleep and wake of a server: texts after every wake, and memory of the GPUs while asleep.
 
 It asks 200 questions of `weft demo`, puts the server to sleep, wakes it and asks again, several
 times at level 1 and once at level 2, after which the weights are loaded again. Every text must
-equal the first one. The server's metrics must count weft's rounds.
+equal the first one.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import re
 import sys
-import tempfile
 import time
-import urllib.request
-from pathlib import Path
 from typing import Any
 
 from asking import arguments, begin_server, job_of, of_trained
@@ -25,25 +21,12 @@ from variants import VARIANTS
 
 from weft.cli.demo import CHECKPOINT, read_questions
 
-METRICS_S = 12.0  # ranks copy their counters every 5 s
-ROUNDS = re.compile(r'^weft_rounds_total\{.*rank="(\d+)".*\} (\S+)$', re.MULTILINE)
-
 
 def ask(address: str, prompts: list[str]) -> list[str]:
     """Return the greedy texts of prompts."""
     body = {"prompt": prompts, "max_tokens": 64, "temperature": 0, "stop": ["\n"]}
     choices = post(address, "/v1/completions", body)["choices"]
     return [each["text"] for each in sorted(choices, key=lambda each: each["index"])]
-
-
-def count_rounds(address: str) -> dict[str, float]:
-    """Return the rounds of each rank that the server's metrics report."""
-    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
-    rounds: dict[str, float] = {}
-    for rank, value in ROUNDS.findall(text):
-        rounds[rank] = rounds.get(rank, 0.0) + float(value)
-    return rounds
 
 
 def sleep_and_wake(address: str, level: int) -> dict[str, Any]:
@@ -77,15 +60,8 @@ def measure(
             job.fail(f"{name}: {result['equal']} of {len(prompts)} texts are equal: {result}")
         results.append(result)
         print(result, flush=True)
-    before = count_rounds(address)
-    ask(address, prompts)
-    time.sleep(METRICS_S)
-    after = count_rounds(address)
-    ranks = [str(rank) for rank in range(job.gpus)]
-    if sorted(after) != ranks or any(after[rank] <= before.get(rank, 0.0) for rank in ranks):
-        job.fail(f"{name}: the metrics count rounds {before}, then {after}")
-    result = {"gpu_mib_awake": awake, "gpu_mib_woken": gpu_mib(), "rounds": after}
-    job.record(variant, {"questions": len(prompts), **result, "cycles": results})
+    result = {"gpu_mib_awake": awake, "gpu_mib_woken": gpu_mib(), "cycles": results}
+    job.record(variant, result, questions=len(prompts))
 
 
 def main() -> int:
@@ -100,11 +76,9 @@ def main() -> int:
     more = {"data_parallel_size": args.ranks, "enable_sleep_mode": True}
     engine = of_trained(args, args.ranks, max_model_len=256, **more)
     job = job_of(args, engine, gpus=args.ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(Path(folder))
-        run = functools.partial(measure, job, args.cycles, [each.prompt for each in questions])
-        start = functools.partial(begin_server, engine)
-        in_servers(job, select_variants(args.variants, VARIANTS), start, run)
+    run = functools.partial(measure, job, args.cycles, [each.prompt for each in questions])
+    start = functools.partial(begin_server, engine)
+    in_servers(job, select_variants(args.variants, VARIANTS), start, run)
     return job.done()
 
 
