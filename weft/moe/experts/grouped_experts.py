@@ -58,8 +58,8 @@ class GroupedExperts:
         max_tokens: Maximum tokens of one rank in one call.
         use_pdl: Use programmatic dependent launch.
         allocate: Allocates the buffers.
-        gemm_push: Whether `run_push` runs the experts. `run` then raises, and its buffer is not
-            allocated. Otherwise `run_push` raises.
+        gemm_push: Whether `run_push` is called instead of `run`, which then raises and has no
+            buffer. Only the kernels of one of them are loaded.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class GroupedExperts:
     def run_push(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
     ) -> None:
-        if rows.dst_addr is None or not self._uses_gemm_push:
+        if rows.dst_addr is None:
             raise InvalidArgument(
                 "these rows have no dst_addr; build the layer with overlap='gemm_push'"
             )

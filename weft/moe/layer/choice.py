@@ -26,7 +26,7 @@ OVERLAPS = ("none", "shared_expert", "gemm_push")
 # 4 x H200 (2026-11-22). Its memory grows with the tokens of all ranks.
 LOW_LATENCY_MAX_TOKENS = 128
 # The same for one rank: at 128 tokens low latency takes 0.8 % more time for DeepSeek-V3, at 512
-# tokens 3 to 4 % more (1 x H200, 2026-11-30).
+# tokens 4 % more (DeepSeek-V3 and -V4-Flash, 1 x H200, 2026-11-30).
 LOW_LATENCY_MAX_TOKENS_ONE_RANK = 64
 # Maximum max_tokens for which overlap="auto" selects gemm_push. It is the fastest, or within 0.3 %
 # of the fastest, at all of 46 points up to 1024 tokens (DeepSeek-V3, GLM-4.5-Air, gpt-oss-120b,
@@ -34,9 +34,9 @@ LOW_LATENCY_MAX_TOKENS_ONE_RANK = 64
 # it takes 0.4 to 2.4 % less than "none" (DeepSeek-V3 and -V4-Flash, 2 x H200, 2026-11-30). Larger
 # sizes were not measured.
 GEMM_PUSH_MAX_TOKENS = {"throughput": 4096, "low_latency": 512}
-# The same for one rank. Nothing crosses NVLink, and gemm_push takes 0.3 to 1.8 % more time than
-# "none" at nearly all sizes from 512 tokens on, but less at 128 and 256 (DeepSeek-V3 and -V4-Flash,
-# 1 x H200, 2026-11-30).
+# The same for one rank. Nothing crosses NVLink, and from 512 tokens on gemm_push takes up to 1.8 %
+# more time than "none", at 128 and 256 at most 0.2 % more and up to 1 % less (DeepSeek-V3 and
+# -V4-Flash, 1 x H200, 2026-11-30).
 GEMM_PUSH_MAX_TOKENS_ONE_RANK = 256
 
 
@@ -96,7 +96,7 @@ def choose_overlap(
 
     Args:
         supported: As in `choose_mode`.
-        mode: The mode.
+        mode: "throughput" or "low_latency".
         max_tokens: As in `choose_mode`.
         num_ranks: As in `choose_mode`.
     """
